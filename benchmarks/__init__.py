@@ -1,0 +1,1 @@
+"""Measurements: what a rewritten model costs beside the same model under torch.autocast."""
