@@ -19,13 +19,24 @@ def fresh_torch() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item,
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
     """A skipped test is a failed one: a check that silently stopped running guards nothing."""
-    report = yield
-    if report.skipped and not hasattr(report, "wasxfail"):
+    if report.outcome == "skipped" and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} was skipped, which counts as a failure: {report.longrepr}"
+        report.longrepr = f"{report.nodeid} was skipped, which fails: {report.longrepr}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tests that skip themselves, or that a marker skips."""
+    report = yield
+    fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Modules that skip themselves whole."""
+    report = yield
+    fail_if_skipped(report)
     return report
