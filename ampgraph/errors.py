@@ -77,3 +77,7 @@ class UnsupportedGraphError(AmpgraphError):
     """The graph is of a kind that is refused: joint, post-autograd, or not an FX graph at all."""
 
     template = "this graph cannot be rewritten: {}"
+
+
+class AmpgraphWarning(UserWarning):
+    """A warning of this package; each one is given once a process."""

@@ -17,5 +17,5 @@ def test_the_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_bad_value_names_the_allowed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPGRAPH_VERIFY", "deep")
-    with pytest.raises(ValueError, match="AMPGRAPH_VERIFY='deep'.*cheap, full"):
+    with pytest.raises(ValueError, match=r"AMPGRAPH_VERIFY='deep'.*cheap, full"):
         settings()

@@ -48,7 +48,7 @@ DEVICE_TYPES = tuple(_LISTS)
 _SETS = tuple(category for category in Category if category is not Category.FOLLOW)
 
 
-def _category_of_each(device_type: str, lists: ModuleType) -> dict[str, Category]:
+def one_category_each(device_type: str, lists: ModuleType) -> dict[str, Category]:
     """One list module as a mapping; an op in two of its sets is an error."""
     rules: dict[str, Category] = {}
     for category in _SETS:
@@ -61,7 +61,7 @@ def _category_of_each(device_type: str, lists: ModuleType) -> dict[str, Category
     return rules
 
 
-_ALL_ROWS = {device: _category_of_each(device, lists) for device, lists in _LISTS.items()}
+_ALL_ROWS = {device: one_category_each(device, lists) for device, lists in _LISTS.items()}
 
 
 def check_device_type(device_type: str) -> str:

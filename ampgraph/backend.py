@@ -1,0 +1,186 @@
+"""The Dynamo backend: rewrite the captured graph, hand it to the inner backend.
+
+`torch.compile(model, backend="ampgraph", options={...})` comes in through `ampgraph`;
+`ampgraph.compile` through a `Backend` of its own.
+"""
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ampgraph.errors import AmpgraphWarning
+from ampgraph.internals import (
+    ambient_autocast,
+    autocast_off_at_run_time,
+    compile_context_of,
+    compile_wrapper_in_caller,
+    cpu_has_bf16_units,
+    dynamo_frame_id,
+    inductor,
+    lookup_backend,
+)
+from ampgraph.options import Options
+from ampgraph.passes.check_strict import check_strict
+from ampgraph.pipeline import Rewritten, rewrite_graph
+from ampgraph.policy import Policy
+from ampgraph.runtime import without_autocast
+from ampgraph.state import AutocastState, DeviceState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One graph that was compiled: Dynamo's frame id, how it was rewritten, for what inputs."""
+
+    frame: str
+    rewritten: Rewritten
+
+
+@dataclass(eq=False)
+class Backend:
+    """A backend with its options; `records` has one entry for each graph it compiled."""
+
+    options: Options
+    records: list[Record] = field(default_factory=list[Record])
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Any:
+        result = rewrite_captured(gm, inputs, self.options)
+        self.records.append(Record(dynamo_frame_id(), result))
+        return compile_inner(result.after, inputs, self.options)
+
+
+_records: "weakref.WeakKeyDictionary[Any, list[Record]]" = weakref.WeakKeyDictionary()
+
+
+def ampgraph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Any:
+    """The backend behind the name "ampgraph".
+
+    Args:
+        gm: the graph Dynamo captured; it is not changed.
+        example_inputs: its inputs, as Dynamo gives them (fake or real tensors, symbolic sizes).
+        options: our keywords (see `Options`) and, when inner is "inductor", Inductor's own.
+        mode: Inductor's mode; torch.compile refuses it beside `options`, where it may also stand.
+
+    Raises:
+        OptionError: an unknown key or value. RewriteError: a node that cannot be rewritten.
+    """
+    backend = Backend(Options.parse({**({"mode": mode} if mode else {}), **(options or {})}))
+    compiled = backend(gm, example_inputs)
+    wrapper = compile_wrapper_in_caller()
+    if wrapper is not None:
+        _records.setdefault(wrapper, []).extend(backend.records)
+    return compiled
+
+
+def records_of(compiled: object) -> list[Record]:
+    """What was compiled so far behind a callable that torch.compile or ampgraph.compile made."""
+    wrapper = compile_context_of(compiled)
+    inner = getattr(wrapper, "compiler_fn", wrapper)
+    if isinstance(inner, Backend):
+        return list(inner.records)
+    return list(_records.get(wrapper, ())) if wrapper is not None else []
+
+
+def rewrite_captured(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options
+) -> Rewritten:
+    """Rewrite a graph under the state its caller is in now and the options."""
+    device_type = device_type_of([*inputs, *gm.parameters(), *gm.buffers()])
+    ambient = ambient_autocast()
+    state = entry_state(options, ambient, device_type)
+    warn_if_slow(state)
+    policy = options.policy or Policy.autocast(device_type)
+    result = rewrite_graph(
+        gm,
+        inputs,
+        policies={device_type: policy},
+        state=state,
+        outputs=options.outputs or ("autocast" if device_type in ambient else "original"),
+        grad=torch.is_grad_enabled(),
+    )
+    if options.strict:
+        check_strict(result.after, options.inner)
+    for row in result.decisions:
+        log.debug("%s: %s in %s (%s)", row.node, row.op, row.dtype, row.because)
+    for note in result.notes:
+        log.info("%s", note)
+    return result
+
+
+def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Any:
+    """Hand the rewritten graph on, with no autocast on while it is compiled or run."""
+    with autocast_off_at_run_time():
+        if options.inner == "inductor":
+            strict = {"emulate_precision_casts": True} if options.strict else {}
+            return inductor(options.mode, {**options.inductor, **strict})(gm, list(inputs))
+        compiled: Callable[..., Any] = lookup_backend(options.inner)(gm, list(inputs))
+    return compiled if getattr(compiled, "_boxed_call", False) else without_autocast(compiled)
+
+
+def device_type_of(values: Sequence[Any]) -> str:
+    """The accelerator any of the tensors is on, else "cpu"."""
+    found = [v.device.type for v in values if isinstance(v, Tensor)]
+    return next((d for d in found if d not in ("cpu", "meta")), "cpu")
+
+
+def entry_state(
+    options: Options, ambient: Mapping[str, torch.dtype], device_type: str
+) -> AutocastState:
+    """The autocast state at the graph's entry, from the caller's own and the asked-for dtype."""
+    state = AutocastState.of(ambient)
+    asked = options.dtype
+    if asked == "ambient" or (asked is None and device_type in ambient):
+        return state
+    dtype = asked if isinstance(asked, torch.dtype) else default_dtype(device_type)
+    if device_type in ambient and ambient[device_type] != dtype:
+        warn_once(
+            f"compiled for {dtype}, called inside torch.autocast({device_type!r}, "
+            f"{ambient[device_type]}): the explicit dtype wins"
+        )
+    return state.setting(device_type, DeviceState(True, dtype))
+
+
+def default_dtype(device_type: str) -> torch.dtype:
+    """bfloat16, or float16 on a GPU that has no bfloat16."""
+    if device_type == "cuda" and not torch.cuda.is_bf16_supported():
+        warn_once(
+            "this GPU has no bfloat16: using float16, whose gradients need a GradScaler "
+            "(torch.amp.GradScaler)"
+        )
+        return torch.float16
+    return torch.bfloat16
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn about each thing once a process."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, AmpgraphWarning, stacklevel=2)
+
+
+def warn_if_slow(state: AutocastState) -> None:
+    """One warning where low precision will cost time instead of saving it."""
+    if "cpu" in state.enabled() and not cpu_has_bf16_units():
+        warn_once(
+            "this CPU has no bfloat16 units: low precision will be slower here than float32. "
+            "To measure: time the call under torch.compile(model) and under ampgraph.compile(model)"
+        )
+
+
+__all__ = ["Backend", "Record", "ampgraph", "records_of", "replace"]

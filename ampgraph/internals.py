@@ -1,0 +1,250 @@
+"""Every touch of something private to torch, with the version it was seen in (2.13 unless said).
+
+Nothing is patched; what is imported here may move, and then this is the one file to mend.
+"""
+
+import contextlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext, innermost_backend
+from torch._guards import detect_fake_mode
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OptimizedModule",
+    "PreDispatchMode",
+    "ambient_autocast",
+    "autocast_kernels",
+    "autocast_off_at_run_time",
+    "autocast_schema",
+    "call_is_autocast_region",
+    "compile_context_of",
+    "compile_wrapper_in_caller",
+    "composite_kernel",
+    "custom_op_name",
+    "detect_fake_mode",
+    "disable_autocast",
+    "enter_autocast",
+    "exit_autocast",
+    "has_autocast_kernel",
+    "is_composite",
+    "make_fx",
+    "name_of",
+    "op_names",
+    "overloads_of",
+    "pre_dispatch",
+    "register_autocast_dtype",
+    "schema_of",
+    "unset_fake_temporarily",
+]
+
+enter_autocast = _enter_autocast
+exit_autocast = _exit_autocast
+
+
+class PreDispatchMode(SchemaCheckMode):
+    """A dispatch mode on the PreDispatch key: it sees each op before autocast and autograd would.
+
+    `torch._ops._set_mode_pre_dispatch` admits only three classes of modes; SchemaCheckMode is the
+    one that stands alone, so its slot (never its code) is used.
+    """
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+
+
+@contextlib.contextmanager
+def pre_dispatch(mode: PreDispatchMode) -> Iterator[None]:
+    """Run the ops called inside through `mode`, composites still whole."""
+    with enable_python_dispatcher(), mode:
+        yield
+
+
+def is_composite(op: OpOverload, device_type: str) -> bool:
+    """Whether the dispatcher would open `op` above autograd on this device, showing its inner ops.
+
+    True for ops with a CompositeImplicitAutograd kernel and none of the device's own.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    backend = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}.get(device_type, "CPU")
+    name = op.name()
+    return has(name, "CompositeImplicitAutograd") and not has(name, backend)
+
+
+def composite_kernel(op: OpOverload) -> Callable[..., Any]:
+    """The op's CompositeImplicitAutograd kernel."""
+    return op.decompose
+
+
+def ambient_autocast() -> dict[str, torch.dtype]:
+    """The device types whose autocast is on now, each with its dtype."""
+    return {
+        device: torch.get_autocast_dtype(device)
+        for device in torch._C._autocast_supported_devices()
+        if torch.is_autocast_enabled(device)
+    }
+
+
+def disable_autocast() -> contextlib.AbstractContextManager[None]:
+    """Autocast off on every device, also for the autocast keys below us."""
+    return torch._C._DisableAutocast()
+
+
+@contextlib.contextmanager
+def autocast_off_at_run_time() -> Iterator[None]:
+    """Compile with no autocast, into code that also turns the caller's autocast off when it runs.
+
+    AOTAutograd wraps forward and backward in `_DisableAutocast` where `_is_any_autocast_enabled()`
+    was true while it compiled (`graph_compile.py`, `disable_amp`). So every real device is off and
+    one that no build has ("ipu") is on: nothing is cast, and the wrapping is emitted.
+    """
+    before = ambient_autocast()
+    off = before.keys() - {"ipu"}
+    try:
+        for device in off:
+            torch.set_autocast_enabled(device, False)
+        torch.set_autocast_enabled("ipu", True)
+        yield
+    finally:
+        torch.set_autocast_enabled("ipu", "ipu" in before)
+        for device in off:
+            torch.set_autocast_enabled(device, True)
+
+
+def compile_wrapper_in_caller() -> object | None:
+    """The `torch._TorchCompileWrapper` that is calling the backend, one object per torch.compile.
+
+    Dynamo hands a backend only the graph; the wrapper tells which compiled callable asked.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return None
+        if isinstance(frame.f_locals.get("self"), torch._TorchCompileWrapper):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
+def compile_context_of(compiled: object) -> object | None:
+    """The `_TorchCompileWrapper` behind what torch.compile returned, or None."""
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None and isinstance(compiled, torch.nn.Module):
+        return compile_context_of(compiled._compiled_call_impl)
+    if context is None:
+        cells = getattr(compiled, "__closure__", None) or ()
+        found = [c.cell_contents for c in cells if isinstance(c.cell_contents, _TorchDynamoContext)]
+        context = found[0] if found else None
+    if context is None:
+        return None
+    return innermost_backend(context.callback)
+
+
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """The op's parsed schema: its arguments, results and what they alias."""
+    return op._schema
+
+
+def name_of(op: OpOverload) -> str:
+    """The dispatcher's name: "aten::softmax.int", and "aten::linear" for the default overload."""
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    return name
+
+
+def overloads_of(packet: OpOverloadPacket) -> dict[str, OpOverload]:
+    """The overloads of an op by their names, "default" among them."""
+    names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    return {name: getattr(packet, name) for name in names}
+
+
+def op_names() -> list[str]:
+    """Every operator the dispatcher knows now, with its overload: "aten::add.Tensor"."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def autocast_kernels(device_type: str) -> frozenset[str]:
+    """The ops with an autocast kernel for a device type, on any build: the CPU wheel has all."""
+    key = f"Autocast{device_type.upper()}"
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(name for name in op_names() if has(name, key))
+
+
+def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
+    """Whether the dispatcher has an autocast kernel for this op, whoever registered it."""
+    key = f"Autocast{device_type.upper()}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name_of(op), key)
+
+
+def register_autocast_dtype(op: OpOverload, device_type: str) -> torch.dtype | None:
+    """The dtype that `torch.library.register_autocast` casts this op's inputs to, or None.
+
+    A `custom_op` keeps it on its definition (a dict since 2.13, two attributes before), any other
+    op only in the closure of the kernel that was registered.
+    """
+    definition = OPDEFS.get(name_of(op))
+    if definition is not None:
+        before_2_13 = getattr(definition, f"_autocast_{device_type}_dtype", None)
+        dtypes: Mapping[str, torch.dtype | None] = getattr(definition, "_autocast_dtype", {})
+        return dtypes.get(device_type, before_2_13)
+    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+    kernel = op.py_kernels.get(key)
+    if not isinstance(kernel, types.FunctionType):
+        return None
+    dtype = inspect.getclosurevars(kernel).nonlocals.get("cast_inputs")
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def custom_op_name(definition: object) -> str | None:
+    """The qualified name of what `torch.library.custom_op` returned, or None for anything else."""
+    return definition._qualname if isinstance(definition, CustomOpDef) else None
+
+
+def inductor(mode: str | None, options: Mapping[str, Any], dynamic: bool | None = None) -> Any:
+    """The backend that `torch.compile(backend="inductor", mode=..., options=...)` would use."""
+    return torch._TorchCompileInductorWrapper(mode, dict(options), dynamic)
+
+
+def lookup_backend(backend: Any) -> Callable[..., Any]:
+    """A Dynamo backend by name, or the callable itself."""
+    found: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
+    return found
+
+
+def backend_names() -> list[str]:
+    """Every backend name Dynamo knows."""
+    return list(torch._dynamo.list_backends(exclude_tags=()))
+
+
+def cpu_has_bf16_units() -> bool:
+    """Whether the CPU multiplies bf16 in hardware (AVX512-BF16, AMX, or Arm's bf16)."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    x86 = any(getattr(torch.cpu, name, lambda: False)() for name in names)
+    return x86 or bool(getattr(torch.ops.mkldnn, "_is_mkldnn_acl_supported", lambda: False)())
+
+
+def queue_backward_callback(function: Callable[[], None]) -> None:
+    """Call `function` when the backward pass that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def dynamo_frame_id() -> str:
+    """Dynamo's id of the compilation in progress, such as "0/1"; "" outside of one."""
+    found = torch._guards.CompileContext.current_compile_id()
+    return str(found) if found else ""

@@ -1,0 +1,120 @@
+"""Fold a narrowing cast of a widening cast: the value was that narrow all along.
+
+Sound for values because widening is exact, and for gradients because the fold is made only where
+the widened value has this one reader (its gradient is rounded to the low dtype at the same
+place), or where no gradient flows. Views between the two casts are replayed on the narrow value.
+Only casts that this compiler inserted are removed; a narrowing cast of the user's never is.
+
+    f = x.float(); v = f.view(s); c = _to_copy(v, bf16)   ->   c = x.view(s)        (x is bf16)
+"""
+
+import torch
+from torch import Tensor, fx
+
+from ampgraph.graph import CAST, PASS, VALUE, captured, op_name
+from ampgraph.internals import FakeTensorMode
+
+VIEWS = frozenset(
+    "view reshape transpose permute unsqueeze squeeze flatten expand t contiguous unflatten".split()
+)
+
+
+def fold_casts(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> int:
+    """Remove inserted casts that undo a widening; how many were removed."""
+    removed = 0
+    for node in list(gm.graph.nodes):
+        if CAST in node.meta and not _writes_after(gm, node):
+            removed += _fold(gm, node, mode, grad)
+    if removed:
+        gm.graph.eliminate_dead_code(_is_impure)
+        gm.recompile()
+    return removed
+
+
+def _fold(gm: fx.GraphModule, cast: fx.Node, mode: FakeTensorMode, grad: bool) -> int:
+    dtype = cast.kwargs["dtype"]
+    chain: list[fx.Node] = []
+    source = cast.args[0]
+    while isinstance(source, fx.Node) and _is_view(source) and _only_reader(source, grad):
+        chain.append(source)
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or not _only_reader(source, grad):
+        return 0
+    narrow = _widened_from(source, dtype)
+    if narrow is None:
+        return 0
+    new = narrow
+    for view in reversed(chain):
+        new = _replay(gm, cast, view, new, mode, dtype)
+    cast.replace_all_uses_with(new)
+    gm.graph.erase_node(cast)
+    return 1
+
+
+def _only_reader(node: fx.Node, grad: bool) -> bool:
+    value = captured(node)
+    if not grad:
+        return True
+    return len(node.users) == 1 or (isinstance(value, Tensor) and not _may_need_grad(node))
+
+
+def _may_need_grad(node: fx.Node) -> bool:
+    """A value made in the graph may; only an input says for sure that it does not."""
+    value = captured(node)
+    return node.op != "placeholder" or bool(getattr(value, "requires_grad", True))
+
+
+def _is_view(node: fx.Node) -> bool:
+    name = str(node.target) if node.op == "call_method" else op_name(node.target)
+    return node.op.startswith("call") and name.rpartition(".")[2] in VIEWS
+
+
+def _widened_from(node: fx.Node, dtype: object) -> fx.Node | None:
+    """The narrow tensor of which `node` is the exact widening, if it is one."""
+    name = str(node.target) if node.op == "call_method" else op_name(node.target)
+    if name.rpartition(".")[2] not in ("to", "float", "_to_copy", "type", "double"):
+        return None
+    source, value = node.args[0], captured(node)
+    before = captured(source) if isinstance(source, fx.Node) else None
+    if not isinstance(before, Tensor) or not isinstance(value, Tensor):
+        return None
+    same_place = before.device == value.device
+    wider = torch.promote_types(before.dtype, value.dtype) == value.dtype
+    exact = wider and before.dtype == dtype and before.dtype != value.dtype
+    return source if exact and same_place else None  # type: ignore[return-value]
+
+
+def _replay(
+    gm: fx.GraphModule,
+    cast: fx.Node,
+    view: fx.Node,
+    base: fx.Node,
+    mode: FakeTensorMode,
+    dtype: object,
+) -> fx.Node:
+    with gm.graph.inserting_before(cast):
+        new = gm.graph.node_copy(view)
+    new.args = (base, *view.args[1:])
+    new.meta = {**view.meta, PASS: "fold_casts"}
+    with mode, torch.no_grad():
+        new.meta[VALUE] = torch.empty_like(captured(view), dtype=dtype)  # type: ignore[arg-type]
+    return new
+
+
+def _writes_after(gm: fx.GraphModule, cast: fx.Node) -> bool:
+    """Whether anything writes in place between the widening and the cast: then leave it."""
+    return any(_is_impure(node) for node in gm.graph.nodes)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable or node.is_impure()
+    name = op_name(node.target)
+    return name.endswith("_") or name in _IMPURE or bool(node.kwargs.get("inplace"))
+
+
+_IMPURE = frozenset("setitem iadd isub imul itruediv iand ior ixor ipow imatmul".split())

@@ -1,0 +1,260 @@
+"""Insert what was planned into a copy of the graph; decide nothing.
+
+One cast for every use while gradients are wanted: a cast shared by n uses would sum its n
+gradients in low precision, one cast each sums them in the operand's own. Where no gradient flows
+a cast is shared until something in the graph writes in place.
+
+    linear(x, w)   ->   x_bf16 = _to_copy(x, bf16); w_bf16 = _to_copy(w, bf16); linear(x_bf16, w_bf16)
+
+The input graph is left alone: Dynamo still reads its placeholders after the backend returns.
+"""
+
+import copy
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ampgraph.graph import CAST, PASS, VALUE, captured, references
+from ampgraph.internals import FakeTensorMode
+from ampgraph.passes.plan import Cast, Plan, Plans
+
+SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
+_SITE = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+class Inserter:
+    """Copies one graph, node by node, with its plans carried out."""
+
+    def __init__(self, gm: fx.GraphModule, plans: Plans, mode: FakeTensorMode, grad: bool) -> None:
+        self.gm, self.plans, self.mode, self.grad = gm, plans, mode, grad
+        self.graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
+        self.graph._codegen = copy.deepcopy(gm.graph._codegen)
+        self.attributes: dict[str, Any] = {}
+        self.env: dict[fx.Node, Any] = {}
+        self.shared: dict[Any, fx.Node] = {}
+
+    def run(self) -> fx.GraphModule:
+        for node in self.gm.graph.nodes:
+            plan = self.plans.of.get(node, Plan())
+            if plan.erase:
+                self.env[node] = None
+            elif plan.inline is not None:
+                self._inline(node, plan)
+            else:
+                self._copy(node, plan)
+            if plan.mutates:
+                self.shared.clear()
+        return self._module()
+
+    def _module(self) -> fx.GraphModule:
+        root = {**_attributes(self.gm), **self.attributes}
+        after = fx.GraphModule(root, self.graph, self.gm.__class__.__name__)
+        after.meta = dict(self.gm.meta)
+        after.train(self.gm.training)
+        for name in ("_param_name_to_source", "shape_env"):
+            if hasattr(self.gm, name):
+                setattr(after, name, getattr(self.gm, name))
+        return after
+
+    def _copy(self, node: fx.Node, plan: Plan) -> None:
+        members = self._member(node)
+        if members is not None:
+            self.env[node] = members
+            return
+        args, kwargs = self._arguments(node, plan)
+        new = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        new.meta = copy.copy(node.meta)
+        if hasattr(node, "_dynamo_source"):
+            new._dynamo_source = node._dynamo_source
+        if node in self.plans.of and VALUE in node.meta:
+            new.meta[VALUE] = plan.value
+        self.env[node] = new
+
+    def _member(self, node: fx.Node) -> Any:
+        """`getitem(opened, i)`, where the opened composite is no longer one node."""
+        if node.target not in (operator.getitem, getattr) or not isinstance(node.args[0], fx.Node):
+            return None
+        whole = self.env[node.args[0]]
+        if isinstance(whole, fx.Node) or whole is None:
+            return None
+        return node.target(whole, node.args[1])  # type: ignore[operator]
+
+    def _arguments(self, node: fx.Node, plan: Plan) -> tuple[Any, Any]:
+        casts: dict[int, list[Cast]] = {}
+        for cast in plan.casts:
+            casts.setdefault(cast.at[0], []).append(cast)
+        bodies = dict(plan.bodies)
+        count = iter(range(1 << 30))
+
+        def fill(reference: fx.Node) -> Any:
+            index = next(count)
+            if index in bodies:
+                return self._body(reference, bodies[index])
+            new = self.env[reference]
+            for cast in casts.get(index, ()):
+                new = self._cast_member(node, reference, new, cast)
+            return new
+
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), fill)  # type: ignore[misc]
+        args, kwargs = _with_literals((args, kwargs), dict(plan.literals))
+        args = tuple(dict(plan.positional).get(i, a) for i, a in enumerate(args))
+        return args, {**kwargs, **dict(plan.kwargs)}
+
+    def _cast_member(self, node: fx.Node, reference: fx.Node, new: Any, cast: Cast) -> Any:
+        path, value = cast.at[1], self.plans.env[reference]
+        if not path:
+            return self._cast(node, new, value, cast, self._wants_grad(reference))
+        if isinstance(new, fx.Node):  # a tuple-valued node: take it apart
+            new = [
+                self._getitem(node, new, i, member) for i, member in enumerate(value)
+            ]
+        members = list(new)
+        key = path[0].idx
+        member_value = pytree.key_get(value, path)
+        members[key] = self._cast(node, members[key], member_value, cast, True)
+        return members
+
+    def _getitem(self, node: fx.Node, whole: fx.Node, index: int, value: Any) -> fx.Node:
+        new = self.graph.call_function(operator.getitem, (whole, index))
+        self._site(new, node)
+        new.meta[VALUE] = value
+        return new
+
+    def _wants_grad(self, reference: fx.Node) -> bool:
+        """Whether a gradient may flow into the operand: then each use has its own cast."""
+        value = captured(reference)
+        known = isinstance(value, Tensor)
+        return self.grad and not (known and not value.requires_grad)
+
+    def _cast(self, node: fx.Node, new: fx.Node, value: Tensor, cast: Cast, grad: bool) -> fx.Node:
+        key = (new, cast.dtype, cast.clamp)
+        if not grad and key in self.shared:
+            return self.shared[key]
+        made = new
+        if cast.clamp:
+            limit = torch.finfo(cast.dtype).max
+            made = self.graph.call_function(torch.ops.aten.clamp.default, (new, -limit, limit))
+            self._site(made, node)
+            made.meta[VALUE] = value
+        made = self.graph.create_node(
+            "call_function",
+            torch.ops.aten._to_copy.default,
+            (made,),
+            {"dtype": cast.dtype},
+            name=f"{new.name}_{SHORT.get(cast.dtype, 'cast')}",
+        )
+        self._site(made, node)
+        made.meta[CAST] = node.name
+        with self.mode, torch.no_grad():
+            made.meta[VALUE] = torch.empty_like(value, dtype=cast.dtype)
+        self.shared[key] = made
+        return made
+
+    def _site(self, new: fx.Node, node: fx.Node) -> None:
+        new.meta.update({k: node.meta[k] for k in _SITE if k in node.meta})
+        new.meta[PASS] = "insert_casts"
+
+    def _body(self, reference: fx.Node, body: fx.GraphModule) -> fx.Node:
+        name = f"{reference.target}_amp"
+        while name in self.attributes or hasattr(self.gm, name):
+            name += "_"
+        self.attributes[name] = body
+        new = self.graph.create_node("get_attr", name)
+        new.meta = copy.copy(reference.meta)
+        return new
+
+    def _inline(self, node: fx.Node, plan: Plan) -> None:
+        assert plan.inline is not None, "only called with an opened composite"
+        given = iter([self._operand(node, *position) for position in plan.inputs])
+        env: dict[fx.Node, Any] = {}
+        for inner in plan.inline.graph.nodes:
+            if inner.op == "placeholder":
+                env[inner] = next(given)
+            elif inner.op == "output":
+                self.env[node] = fx.map_arg(inner.args[0], lambda n: env[n])
+            else:
+                env[inner] = self._copy_inner(node, inner, plan.inline, env)
+
+    def _copy_inner(
+        self, node: fx.Node, inner: fx.Node, body: fx.GraphModule, env: dict[fx.Node, Any]
+    ) -> fx.Node:
+        target = inner.target
+        if inner.op == "get_attr":
+            value = operator.attrgetter(str(target))(body)
+            target = f"{node.name}_{str(target).strip('_').replace('.', '_')}"
+            self.attributes[target] = value
+        args, kwargs = fx.map_arg((inner.args, dict(inner.kwargs)), lambda n: env[n])  # type: ignore[misc]
+        new = self.graph.create_node(inner.op, target, args, kwargs, f"{node.name}_{inner.name}")
+        self._site(new, node)
+        new.meta[PASS] = "open_composite"
+        if CAST in inner.meta:
+            new.meta[CAST] = node.name
+            new.meta[VALUE] = inner.meta.get("val")
+        return new
+
+    def _operand(self, node: fx.Node, index: int, path: tuple[Any, ...]) -> Any:
+        reference = references(node)[index]
+        new, value = self.env[reference], self.plans.env[reference]
+        for key in path:
+            value = key.get(value)
+            new = (
+                self._getitem(node, new, key.idx, value)
+                if isinstance(new, fx.Node)
+                else key.get(new)
+            )
+        return new
+
+
+def _with_literals(tree: Any, swap: dict[float, float]) -> Any:
+    if not swap:
+        return tree
+
+    def one(leaf: object) -> object:
+        number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+        return swap.get(leaf, leaf) if number else leaf  # type: ignore[call-overload]
+
+    return pytree.tree_map(one, tree)
+
+
+def _attributes(gm: fx.GraphModule) -> dict[str, Any]:
+    return {
+        str(n.target): operator.attrgetter(str(n.target))(gm)
+        for n in gm.graph.nodes
+        if n.op in ("get_attr", "call_module")
+    }
+
+
+def insert_casts(
+    gm: fx.GraphModule, plans: Plans, mode: FakeTensorMode, grad: bool
+) -> fx.GraphModule:
+    """A copy of `gm` with `plans` carried out."""
+    return Inserter(gm, plans, mode, grad).run()
+
+
+def cast_outputs(
+    gm: fx.GraphModule, dtypes: dict[int, torch.dtype], mode: FakeTensorMode, served: str
+) -> None:
+    """Cast the outputs at these flat positions, in place."""
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    leaves, spec = pytree.tree_flatten(output.args[0])
+    for position, dtype in dtypes.items():
+        source = leaves[position]
+        with gm.graph.inserting_before(output):
+            new = gm.graph.create_node(
+                "call_function",
+                torch.ops.aten._to_copy.default,
+                (source,),
+                {"dtype": dtype},
+                name=f"{source.name}_{SHORT.get(dtype, 'cast')}",
+            )
+        new.meta.update({k: source.meta[k] for k in _SITE if k in source.meta})
+        new.meta |= {PASS: "restore_outputs", CAST: served}
+        with mode, torch.no_grad():
+            new.meta[VALUE] = torch.empty_like(captured(source), dtype=dtype)
+        leaves[position] = new
+    output.args = (pytree.tree_unflatten(leaves, spec),)
+    if dtypes:
+        gm.recompile()

@@ -1,0 +1,71 @@
+"""What the deciding passes write and the rewriting passes read: one plan a node."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampgraph.decision import Decision
+
+Position = tuple[int, tuple[Any, ...]]  # occurrence of a node among the arguments, path inside it
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Cast the operand at `at`; `clamp` first where a large constant may travel in it."""
+
+    at: Position
+    dtype: torch.dtype
+    clamp: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The change to make to one node, and the rows that explain it.
+
+    Exactly one of these happens: `erase` the node; put `inline` (a traced composite whose
+    placeholders stand for the operands at `inputs`) in its place; or keep it, with `casts` on its
+    operands, `kwargs` set, `literals` (old, new) and `positional` (index, new) arguments replaced and `bodies` in place of the graph modules it names.
+    """
+
+    rows: tuple[Decision, ...] = ()
+    casts: tuple[Cast, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    literals: tuple[tuple[float, float], ...] = ()
+    positional: tuple[tuple[int, Any], ...] = ()
+    erase: bool = False
+    inline: fx.GraphModule | None = None
+    inputs: tuple[Position, ...] = ()
+    bodies: tuple[tuple[int, fx.GraphModule], ...] = ()
+    value: Any = None
+    mutates: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def changes(self) -> bool:
+        return bool(
+            self.erase
+            or self.inline is not None
+            or self.casts
+            or self.kwargs
+            or self.literals
+            or self.bodies
+        )
+
+
+@dataclass
+class Plans:
+    """The plans of a whole graph, in order, with the values its nodes will have."""
+
+    of: dict[fx.Node, Plan] = field(default_factory=dict[fx.Node, Plan])
+    env: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+    output: Any = None
+
+    @property
+    def rows(self) -> tuple[Decision, ...]:
+        return tuple(row for plan in self.of.values() for row in plan.rows)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for plan in self.of.values() for note in plan.notes)
