@@ -50,6 +50,8 @@ class Backend:
     options: Options
     records: list[Record] = field(default_factory=list[Record])
 
+    __name__ = "ampgraph"  # what Dynamo calls it in its messages
+
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Any:
         result = rewrite_captured(gm, inputs, self.options)
         self.records.append(Record(dynamo_frame_id(), result))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.internals import FakeTensorMode, detect_fake_mode
+from ampgraph.internals import FakeTensorMode, detect_fake_mode, is_functorch_wrapped
 
 VALUE = "example_value"  # where Dynamo keeps a node's fake value
 CAST = "ampgraph_cast"  # marks the casts this compiler inserted, with the node they serve
@@ -79,6 +79,14 @@ def fresh(value: Any, mode: FakeTensorMode) -> Any:
             )
 
     return pytree.tree_map(one, value)
+
+
+def like(value: Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor of `value`'s shape in another dtype."""
+    with mode, torch.no_grad(), no_guards(mode):
+        if is_functorch_wrapped(value) or getattr(value, "fake_mode", mode) is not mode:
+            return torch.empty(tuple(value.size()), dtype=dtype, device=value.device)
+        return torch.empty_like(value, dtype=dtype)
 
 
 _PLAIN = (torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor)

@@ -248,3 +248,41 @@ def dynamo_frame_id() -> str:
     """Dynamo's id of the compilation in progress, such as "0/1"; "" outside of one."""
     found = torch._guards.CompileContext.current_compile_id()
     return str(found) if found else ""
+
+
+def is_functorch(target: object) -> bool:
+    """Whether a node's target opens or closes a functorch level (vmap, grad) as Dynamo writes it."""
+    return getattr(target, "__module__", None) == "torch._functorch.predispatch"
+
+
+def is_functorch_wrapped(value: torch.Tensor) -> bool:
+    """Whether the tensor belongs to a functorch level."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def functorch_level() -> int:
+    """How many functorch levels are open."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return len(stack) if stack else 0
+
+
+@contextlib.contextmanager
+def functorch_unwound() -> Iterator[None]:
+    """Close the functorch levels that the block opened and, because of an error, left open."""
+    depth = functorch_level()
+    try:
+        yield
+    finally:
+        while functorch_level() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack()
+
+
+@contextlib.contextmanager
+def quiet_fake_errors() -> Iterator[None]:
+    """Fake tensors log an error for each op that fails; ours are tried on purpose."""
+    log = torch._subclasses.fake_tensor.log
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled

@@ -157,7 +157,7 @@ def _names_of_function(function: object) -> tuple[str, ...]:
             f"{function!r} is a module, not an op",
             cure="give modules a rule with Policy.module(<class or path>, dtype=...)",
         )
-    path = _functions().get(function) if callable(function) else None
+    path = torch_functions().get(function) if callable(function) else None
     if path is None:
         raise PolicyError(
             f"{function!r} is neither an op nor a torch function",
@@ -184,7 +184,7 @@ def _names_of_path(path: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _functions() -> Mapping[object, str]:
+def torch_functions() -> Mapping[object, str]:
     """The public torch functions, each with the path it is known by."""
     found: dict[object, str] = {}
     for holder, _ in NAMESPACES:

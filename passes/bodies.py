@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ampgraph.decision import Decision
 from ampgraph.dispatch import eligible, widest
-from ampgraph.graph import captured, fresh, module_of, references, source_of
+from ampgraph.graph import captured, fresh, like, module_of, references, source_of
 from ampgraph.passes.insert_casts import cast_outputs, insert_casts
 from ampgraph.passes.plan import Cast, Plan, Plans
 from ampgraph.policy import Category
@@ -67,8 +67,7 @@ def _retyped(decider: "Decider", body: fx.GraphModule, values: Sequence[Any]) ->
     for place, value in zip(places, values, strict=True):
         was = captured(place)
         if isinstance(was, Tensor) and isinstance(value, Tensor) and was.dtype != value.dtype:
-            with decider.quiet():
-                was = torch.empty_like(was, dtype=value.dtype)
+            was = like(was, value.dtype, decider.mode)
         found.append(value if was is None else was)
     return found
 
@@ -87,11 +86,9 @@ def _agree(decider: "Decider", body: Body, wanted: Sequence[torch.dtype | None],
     }
     cast_outputs(body.gm, casts, decider.mode, why)
     leaves, spec = pytree.tree_flatten(body.out)
-    with decider.quiet():
-        leaves = [
-            torch.empty_like(leaf, dtype=casts[i]) if i in casts else leaf
-            for i, leaf in enumerate(leaves)
-        ]
+    leaves = [
+        like(leaf, casts[i], decider.mode) if i in casts else leaf for i, leaf in enumerate(leaves)
+    ]
     return dataclasses.replace(body, out=pytree.tree_unflatten(leaves, spec))
 
 
@@ -100,13 +97,12 @@ def _plan(
 ) -> Plan:
     """The node with `bodies` in place and its captured value in the dtypes the bodies return."""
     leaves, spec = pytree.tree_flatten(captured(node))
-    with decider.quiet():
-        value = [
-            torch.empty_like(leaf, dtype=dtype)
-            if isinstance(leaf, Tensor) and dtype is not None and leaf.dtype != dtype
-            else leaf
-            for leaf, dtype in zip(leaves, dtypes, strict=True)
-        ]
+    value = [
+        like(leaf, dtype, decider.mode)
+        if isinstance(leaf, Tensor) and dtype is not None and leaf.dtype != dtype
+        else leaf
+        for leaf, dtype in zip(leaves, dtypes, strict=True)
+    ]
     return Plan(
         rows=tuple(row for body in bodies.values() for row in body.plans.rows),
         bodies=tuple((i, body.gm) for i, body in bodies.items()),
@@ -233,8 +229,7 @@ def _flex_attention(decider: "Decider", node: fx.Node) -> Plan:
             if eligible(t, device_type) and t.dtype != wanted
         ]
         rows.append(_flex_row(node, rule.category, rule.because, wanted, len(casts)))
-        with decider.quiet():
-            value = (torch.empty_like(value[0], dtype=wanted), *value[1:])
+        value = (like(value[0], wanted, decider.mode), *value[1:])
     return Plan(rows=tuple(rows), casts=tuple(casts), value=fresh(value, decider.mode))
 
 

@@ -10,9 +10,10 @@ Sound because the walk is autocast's own dispatch, op by op, in program order: a
 only on the op, its arguments' dtypes and the state, all of which are known at that point.
 """
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ampgraph.graph import (
     captured,
     error_trace,
     fresh,
+    like,
     module_of,
     module_stack,
     no_guards,
@@ -36,7 +38,16 @@ from ampgraph.graph import (
     operands,
     source_of,
 )
-from ampgraph.internals import FakeTensorMode, HigherOrderOperator, disable_autocast, pre_dispatch
+from ampgraph.internals import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    disable_autocast,
+    functorch_level,
+    functorch_unwound,
+    is_functorch,
+    pre_dispatch,
+    quiet_fake_errors,
+)
 from ampgraph.oplists.scalars import CARRIERS, FACTORIES, VALUE_SCALARS
 from ampgraph.passes.bodies import plan_higher_order
 from ampgraph.passes.open_composite import open_composite
@@ -70,6 +81,11 @@ class Decider:
     def run(self, inputs: Sequence[Any] | None = None) -> Plans:
         """Plan the whole graph; `inputs` replace the captured values of its placeholders."""
         given = iter(inputs) if inputs is not None else None
+        with functorch_unwound():
+            self._walk(given)
+        return self.plans
+
+    def _walk(self, given: Iterator[Any] | None) -> None:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 value = next(given) if given is not None else captured(node)
@@ -81,7 +97,6 @@ class Decider:
             else:
                 plan = self._plan(node)
                 self.plans.of[node], self.env[node] = plan, plan.value
-        return self.plans
 
     def nested(
         self, body: fx.GraphModule, inputs: Sequence[Any] | None, state: AutocastState
@@ -140,6 +155,9 @@ class Decider:
         if value is None and node.target in _PURE:
             args, kwargs = arguments(node, self.env)
             value = call(node, args, kwargs)
+        if is_functorch(node.target):
+            args, kwargs = arguments(node, self.env)
+            return Plan(value=call(node, args, kwargs))
         if op_name(node.target) in FACTORIES and self._is_huge(node.args, node.kwargs):
             self.huge.add(node)
         return Plan(value=fresh(value, self.mode))
@@ -167,12 +185,11 @@ class Decider:
 
     def quiet(self) -> Any:
         """Fake tensors, no autocast, no autograd, no new guards."""
-        import contextlib
-
         stack = contextlib.ExitStack()
         stack.enter_context(disable_autocast())
         stack.enter_context(torch.no_grad())
         stack.enter_context(no_guards(self.mode))
+        stack.enter_context(quiet_fake_errors())
         stack.enter_context(self.mode)
         return stack
 
@@ -185,14 +202,17 @@ class Decider:
             return Plan(rows=rows, value=value, mutates=mutates)
         direct = _direct(node, here, calls)
         if direct is None:
-            return dataclasses.replace(self._opened(node, here, law), mutates=mutates)
+            opened = self._opened(node, here, law, calls)
+            return dataclasses.replace(opened, mutates=mutates)
         return dataclasses.replace(direct, value=value, mutates=mutates)
 
-    def _opened(self, node: fx.Node, here: list[Operand], law: Law) -> Plan:
+    def _opened(
+        self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call]
+    ) -> Plan:
         varying = [o for o in here if isinstance(o.value, (Tensor, *_SYMS))]
         function = _as_function(node, self.env, varying)
         with self.quiet():
-            body, found = open_composite(function, [o.value for o in varying], law, self.mode)
+            body, found = open_composite(function, [o.value for o in varying], law, calls)
         rows = tuple(
             _row_of(node, op_name(op), verdict.category, verdict.because, dtypes, (), casts)
             for op, verdict, dtypes, casts in found
@@ -227,11 +247,9 @@ class Decider:
         def one(leaf: object) -> object:
             if not isinstance(leaf, Tensor) or leaf.dtype not in table:
                 return leaf
-            with self.mode:
-                return torch.empty_like(leaf, dtype=table[leaf.dtype])
+            return like(leaf, table[leaf.dtype], self.mode)
 
-        with self.quiet():
-            return pytree.tree_map(one, captured(node))
+        return pytree.tree_map(one, captured(node))
 
     # constants that do not fit -----------------------------------------------------------------
 
@@ -439,7 +457,12 @@ def _renamed(plan: Plan, node: fx.Node) -> Plan:
 
 
 def _key(node: fx.Node, here: list[Operand], law: Law) -> Any:
-    """What a plan depends on: the call, its arguments' shapes and dtypes, the law."""
+    """What a plan depends on: the call, its arguments' shapes and dtypes, the law.
+
+    None inside vmap and the like, whose tensors belong to a level that ends.
+    """
+    if functorch_level():
+        return None
     seen: dict[int, int] = {}
     described: list[Any] = []
     for o in here:

@@ -11,7 +11,7 @@ Only casts that this compiler inserted are removed; a narrowing cast of the user
 import torch
 from torch import Tensor, fx
 
-from ampgraph.graph import CAST, PASS, VALUE, captured, op_name
+from ampgraph.graph import CAST, PASS, VALUE, captured, like, op_name
 from ampgraph.internals import FakeTensorMode
 
 VIEWS = frozenset(
@@ -90,14 +90,13 @@ def _replay(
     view: fx.Node,
     base: fx.Node,
     mode: FakeTensorMode,
-    dtype: object,
+    dtype: torch.dtype,
 ) -> fx.Node:
     with gm.graph.inserting_before(cast):
         new = gm.graph.node_copy(view)
     new.args = (base, *view.args[1:])
     new.meta = {**view.meta, PASS: "fold_casts"}
-    with mode, torch.no_grad():
-        new.meta[VALUE] = torch.empty_like(captured(view), dtype=dtype)  # type: ignore[arg-type]
+    new.meta[VALUE] = like(captured(view), dtype, mode)
     return new
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.graph import CAST, PASS, VALUE, captured, references
+from ampgraph.graph import CAST, PASS, VALUE, captured, like, references
 from ampgraph.internals import FakeTensorMode
 from ampgraph.passes.plan import Cast, Plan, Plans
 
@@ -148,8 +148,7 @@ class Inserter:
         )
         self._site(made, node)
         made.meta[CAST] = node.name
-        with self.mode, torch.no_grad():
-            made.meta[VALUE] = torch.empty_like(value, dtype=cast.dtype)
+        made.meta[VALUE] = like(value, cast.dtype, self.mode)
         self.shared[key] = made
         return made
 
@@ -192,7 +191,7 @@ class Inserter:
         new.meta[PASS] = "open_composite"
         if CAST in inner.meta:
             new.meta[CAST] = node.name
-            new.meta[VALUE] = inner.meta.get("val")
+        new.meta[VALUE] = inner.meta.get("val")
         return new
 
     def _operand(self, node: fx.Node, index: int, path: tuple[Any, ...]) -> Any:
@@ -252,8 +251,7 @@ def cast_outputs(
             )
         new.meta.update({k: source.meta[k] for k in _SITE if k in source.meta})
         new.meta |= {PASS: "restore_outputs", CAST: served}
-        with mode, torch.no_grad():
-            new.meta[VALUE] = torch.empty_like(captured(source), dtype=dtype)
+        new.meta[VALUE] = like(captured(source), dtype, mode)
         leaves[position] = new
     output.args = (pytree.tree_unflatten(leaves, spec),)
     if dtypes:

@@ -13,30 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ampgraph.decision import Decision
-from ampgraph.dispatch import Law, Verdict, carry_out, judge, opens, repair, tensors
+from ampgraph.dispatch import Call, Law, Verdict, carry_out, judge, opens, tensors
 from ampgraph.graph import CAST, op_name
-from ampgraph.internals import FakeTensorMode, OpOverload, composite_kernel, make_fx
+from ampgraph.internals import OpOverload, composite_kernel, make_fx
 from ampgraph.policy import Category
 
 
-class LawTable(dict[Any, Any]):
-    """A decomposition table that is the law: make_fx asks it about every op it meets."""
+class Opener:
+    """The law in the form make_fx asks for: a decomposition for every op the node was seen to call.
+
+    An op with nothing to do to it answers NotImplemented, and is recorded as it is.
+    """
 
     def __init__(self, law: Law) -> None:
-        super().__init__()
         self.law = law
         self.rows: list[tuple[OpOverload, Verdict, tuple[torch.dtype, ...], int]] = []
 
-    def __contains__(self, op: object) -> bool:
-        return isinstance(op, OpOverload)
+    def table(self, calls: Sequence[Call]) -> dict[OpOverload, Callable[..., Any]]:
+        """Decompositions for these ops and the ones inside them."""
+        found: dict[OpOverload, Callable[..., Any]] = {}
+        for made in calls:
+            found[made.op] = self._for(made.op)
+            found |= self.table(made.inner)
+        return found
 
-    def __getitem__(self, op: OpOverload) -> Callable[..., Any]:
+    def _for(self, op: OpOverload) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.apply(op, args, kwargs)
 
     def apply(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if op is torch.ops.aten._to_copy.default:
-            return NotImplemented
         verdict = judge(op, args, kwargs, self.law)
         if verdict.acts:
             new_args, new_kwargs = carry_out(verdict, args, kwargs, cast)
@@ -61,22 +65,21 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def open_composite(
-    function: Callable[..., Any], inputs: Sequence[Any], law: Law, mode: FakeTensorMode
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    law: Law,
+    calls: Sequence[Call],
 ) -> tuple[fx.GraphModule, list[tuple[OpOverload, Verdict, tuple[torch.dtype, ...], int]]]:
-    """Trace `function(*inputs)` under `law`; its graph, and a row for each op in it."""
-    table = LawTable(law)
-    with torch.no_grad():
-        gm = make_fx(
-            function,
-            decomposition_table=table,
-            tracing_mode="fake",
-            pre_dispatch=True,
-            _allow_non_fake_inputs=True,
-        )(*inputs)
+    """Trace `function(*inputs)`, seen to make `calls`, under `law`: its graph and a row an op."""
+    opener = Opener(law)
+    gm = make_fx(
+        function,
+        decomposition_table=opener.table(calls),
+        tracing_mode="fake",
+        pre_dispatch=True,
+        _allow_non_fake_inputs=True,
+    )(*inputs)
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten._to_copy.default:
             node.meta[CAST] = op_name(node.target)
-    return gm, table.rows
-
-
-__all__ = ["Decision", "cast", "open_composite", "repair"]
+    return gm, opener.rows
