@@ -6,9 +6,8 @@
 
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from ampgraph.runtime import without_autocast
 from ampgraph.state import AutocastState, DeviceState
 
 log = logging.getLogger(__name__)
+_RECORDS = "_ampgraph_records"
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,6 @@ class Backend:
         return compile_inner(result.after, inputs, self.options)
 
 
-_records: "weakref.WeakKeyDictionary[Any, list[Record]]" = weakref.WeakKeyDictionary()
-
-
 def ampgraph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -82,8 +79,8 @@ def ampgraph(
     backend = Backend(Options.parse({**({"mode": mode} if mode else {}), **(options or {})}))
     compiled = backend(gm, example_inputs)
     wrapper = compile_wrapper_in_caller()
-    if wrapper is not None:
-        _records.setdefault(wrapper, []).extend(backend.records)
+    if wrapper is not None:  # one object for each torch.compile: it keeps what was compiled for it
+        wrapper.__dict__.setdefault(_RECORDS, []).extend(backend.records)
     return compiled
 
 
@@ -91,9 +88,8 @@ def records_of(compiled: object) -> list[Record]:
     """What was compiled so far behind a callable that torch.compile or ampgraph.compile made."""
     wrapper = compile_context_of(compiled)
     inner = getattr(wrapper, "compiler_fn", wrapper)
-    if isinstance(inner, Backend):
-        return list(inner.records)
-    return list(_records.get(wrapper, ())) if wrapper is not None else []
+    found = inner.records if isinstance(inner, Backend) else getattr(wrapper, _RECORDS, ())
+    return list(found)
 
 
 def rewrite_captured(
@@ -183,6 +179,3 @@ def warn_if_slow(state: AutocastState) -> None:
             "this CPU has no bfloat16 units: low precision will be slower here than float32. "
             "To measure: time the call under torch.compile(model) and under ampgraph.compile(model)"
         )
-
-
-__all__ = ["Backend", "Record", "ampgraph", "records_of", "replace"]

@@ -5,54 +5,88 @@ float32 and `custom_fwd` saw no autocast. So the region is entered around the co
 the backend takes the precision from it.
 """
 
-import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampgraph.backend import Backend, default_dtype, device_type_of, entry_state
-from ampgraph.internals import OptimizedModule, ambient_autocast
+from ampgraph.backend import Backend, device_type_of, entry_state, warn_once
+from ampgraph.internals import (
+    OptimizedModule,
+    TorchRuntimeError,
+    ambient_autocast,
+    disable_autocast,
+)
 from ampgraph.options import Options
 
-F = TypeVar("F", bound=Callable[..., Any])
 
+class Door:
+    """One compiled callable: the region around its calls, and what was compiled behind it."""
 
-class Region:
-    """The autocast region around every call of one compiled callable."""
+    def __init__(self, model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> None:
+        self.model, self.options, self.torch_kwargs = model, options, torch_kwargs
+        self.backend = Backend(dataclasses.replace(options, dtype="ambient"))
+        self.compiled = torch.compile(model, backend=self.backend, **torch_kwargs)
+        self.plain: dict[torch.dtype, Callable[..., Any]] = {}
 
-    def __init__(self, options: Options, module: nn.Module | None) -> None:
-        self.options, self.module = options, module
-
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[Any]:
-        """The region for a call with these arguments."""
+    def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call `run`, the compiled callable, inside its autocast region."""
         if self.options.dtype == "ambient":
-            return contextlib.nullcontext()
+            return run(*args, **kwargs)
         device_type = self._device_type(args, kwargs)
         state = entry_state(self.options, ambient_autocast(), device_type)
-        return torch.autocast(device_type, dtype=state.enabled()[device_type])
+        dtype = state.enabled()[device_type]
+        if dtype in self.plain:
+            return self._plainly(dtype, args, kwargs)
+        compiled = len(self.backend.records)
+        try:
+            with torch.autocast(device_type, dtype=dtype):
+                return run(*args, **kwargs)
+        except TorchRuntimeError as error:
+            if len(self.backend.records) != compiled:
+                raise  # part of the model has run: it cannot be started again
+            return self._plainly(dtype, args, kwargs, error)
 
-    def _device_type(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _device_type(self, args: Any, kwargs: Any) -> str:
         if not torch.accelerator.is_available():
             return "cpu"
-        held = [] if self.module is None else list(self.module.parameters())
+        held = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         return device_type_of([*held, *pytree.tree_leaves((args, kwargs))])
+
+    def _plainly(
+        self, dtype: torch.dtype, args: Any, kwargs: Any, error: Exception | None = None
+    ) -> Any:
+        """Capture without autocast what eager autocast itself refuses to run, and repair it.
+
+        Dynamo runs each op under autocast while it captures, so a program whose dtypes autocast
+        would mix up (scatter_add of a bf16 source into fp32) fails before this compiler sees it.
+        """
+        run = self.plain.get(dtype) or torch.compile(
+            self.model,
+            backend=Backend(dataclasses.replace(self.options, dtype=dtype), self.backend.records),
+            **self.torch_kwargs,
+        )
+        with disable_autocast():
+            out = run(*args, **kwargs)
+        if error is not None:
+            self.plain[dtype] = run
+            reason = str(error).strip().splitlines()[0]
+            warn_once(f"torch.autocast raises here, ampgraph mends it ({reason})")
+        return out
 
 
 class AutocastModule(OptimizedModule):
     """What torch.compile returns for a module, called inside the region."""
 
-    _opt_mod_attributes = OptimizedModule._opt_mod_attributes | {"_ampgraph_region"}
-    _ampgraph_region: Region
+    _opt_mod_attributes = OptimizedModule._opt_mod_attributes | {"_ampgraph_door"}
+    _ampgraph_door: Door
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._ampgraph_region(args, kwargs):
-            return super().__call__(*args, **kwargs)
+        return self._ampgraph_door.call(super().__call__, args, kwargs)
 
 
 def compile(
@@ -93,28 +127,16 @@ def compile(
     return _compile(model, parsed, torch_compile_kwargs)
 
 
-def _compile(model: Any, options: Options, torch_compile_kwargs: Mapping[str, Any]) -> Any:
-    backend = Backend(ambient(options))
-    compiled = torch.compile(model, backend=backend, **torch_compile_kwargs)
-    region = Region(options, model if isinstance(model, nn.Module) else None)
+def _compile(model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> Any:
+    door = Door(model, options, torch_kwargs)
+    compiled = door.compiled
     if isinstance(compiled, OptimizedModule):
         compiled.__class__ = AutocastModule
-        compiled._ampgraph_region = region
+        compiled._ampgraph_door = door
         return compiled
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with region(args, kwargs):
-            return compiled(*args, **kwargs)
+        return door.call(compiled, args, kwargs)
 
     return call
-
-
-def ambient(options: Options) -> Options:
-    """The same options for a backend that finds its precision in the region around the call."""
-    import dataclasses
-
-    return dataclasses.replace(options, dtype="ambient")
-
-
-__all__ = ["compile", "default_dtype", "overload"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext, innermost_backend
 from torch._guards import detect_fake_mode
 from torch._library.custom_ops import OPDEFS, CustomOpDef
@@ -30,6 +31,7 @@ __all__ = [
     "OpOverloadPacket",
     "OptimizedModule",
     "PreDispatchMode",
+    "TorchRuntimeError",
     "ambient_autocast",
     "autocast_kernels",
     "autocast_off_at_run_time",

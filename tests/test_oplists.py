@@ -1,6 +1,5 @@
 """The op lists against the installed torch: its header, its dispatcher, and what its kernels do."""
 
-import importlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -118,7 +117,7 @@ def test_append_targets_exist_and_take_a_dtype() -> None:
 @pytest.mark.parametrize("device_type", DEVICE_TYPES)
 def test_each_row_is_an_op_of_this_torch(device_type: str) -> None:
     for op in base_rules(device_type):
-        assert overload(op).name() == op, f"{op} is not the dispatcher's name"
+        assert internals.name_of(overload(op)) == op, f"{op} is not the dispatcher's name"
 
 
 def test_devices_share_as_few_ops_as_the_docstring_says() -> None:
@@ -162,18 +161,18 @@ def observed_category(op: str, device_type: str) -> Category:
     try:
         wide = reaching(op, device_type, F32)
     except RuntimeError as error:
-        assert "unsafe to autocast" in str(error), f"{op} failed in another way: {error}"
-        return Category.BANNED
+        if "unsafe to autocast" in str(error):
+            return Category.BANNED
+        raise
     low, both = reaching(op, device_type, LOW), reaching(op, device_type, LOW, F32)
     if low == ({LOW}, {F32}):
         has_dtype = any(a.name == "dtype" for a in internals.schema_of(overload(op)).arguments)
         return Category.SET_DTYPE if has_dtype else Category.APPEND_DTYPE
     seen = (wide[0], low[0], both[0])
-    one_tensor = both[0] == low[0]
     effects = {
         Category.ALLOW: ({LOW}, {LOW}, {LOW}),
         Category.DENY: ({F32}, {F32}, {F32}),
-        Category.PROMOTE: ({F32}, {LOW}, {LOW} if one_tensor else {F32}),
+        Category.PROMOTE: ({F32}, {LOW}, {F32}),
     }
     found = [category for category, effect in effects.items() if effect == seen]
     assert len(found) == 1, f"{op} does what no category does: {seen}"
@@ -185,7 +184,7 @@ def reaching(
 ) -> tuple[set[torch.dtype], set[torch.dtype]]:
     """What reaches the kernel below autocast in a bfloat16 region; fake tensors off the CPU."""
     called = append_target("cuda", op) if op in cuda.APPEND_DTYPE else op
-    library = torch.library.Library("aten", "IMPL")
+    library = cast("Any", torch.library.Library)("aten", "IMPL")
 
     def stop(*args: object, **kwargs: object) -> None:
         raise _ReachedError((args, kwargs))

@@ -160,7 +160,7 @@ CALLS_BY_HAND: dict[str, Callable[[], Any]] = {
 }
 
 
-class Recorder(internals.PreDispatchMode):
+class Recorder(internals.PreDispatchMode):  # type: ignore[no-untyped-call]
     """Records the ops as autocast would meet them, composites whole."""
 
     def __init__(self) -> None:
