@@ -1,12 +1,11 @@
 """torch.autocast's rules for CPU, registered in `ATen/autocast_mode.cpp`, torch 2.11 to 2.14.
 
-The CPU lists are their own and share only 39 ops with CUDA's: layer_norm, softmax, sum, exp and
-rms_norm are absent, since CPU kernels accumulate in float32 by themselves. Names are as in
-`ampgraph.oplists.cuda`.
+The CPU lists are their own and share only 39 ops with CUDA's: layer_norm, rms_norm, softmax, sum
+and exp are absent and follow their inputs. Names are as in `ampgraph.oplists.cuda`.
 """
 
 # Ops whose eligible arguments are cast to the region's dtype: matrix products and the ops
-# made of them, which tensor cores run several times faster in low precision.
+# made of them, which hardware runs several times faster in low precision.
 ALLOW = frozenset(
     {
         "aten::_addmm_activation",
@@ -104,7 +103,7 @@ DENY = frozenset(
         "aten::linalg_tensorsolve",
         "aten::lu_solve",
         "aten::margin_ranking_loss",
-        "aten::max_pool3d",  # had no bfloat16 kernel when it was listed
+        "aten::max_pool3d",
         "aten::max_unpool2d",
         "aten::max_unpool3d",
         "aten::mse_loss",
@@ -157,7 +156,7 @@ APPEND_TARGET: dict[str, str] = {}
 # them and the region's dtype.
 PROMOTE = frozenset(
     {
-        "aten::cat",  # torch.cat promotes by itself, but to the widest type of all its inputs
+        "aten::cat",
         "aten::index_copy",
         "aten::index_copy.dimname",  # named tensors, gone in 2.13
         "aten::stack",

@@ -6,11 +6,11 @@ the lists are read.
 """
 
 # Ops whose eligible arguments are cast to the region's dtype: matrix products and the ops
-# made of them, which tensor cores run several times faster in low precision.
+# made of them, which hardware runs several times faster in low precision.
 ALLOW = frozenset(
     {
         "aten::_convolution",
-        "aten::_convolution.deprecated",  # what TorchScript still calls
+        "aten::_convolution.deprecated",  # kept for old TorchScript files
         "aten::_scaled_dot_product_flash_attention",
         "aten::_thnn_fused_gru_cell",
         "aten::_thnn_fused_lstm_cell",
@@ -40,10 +40,10 @@ ALLOW = frozenset(
         "aten::matmul",
         "aten::mm",
         "aten::mv",
-        "aten::prelu",  # in low precision although elementwise: it follows a convolution
+        "aten::prelu",  # elementwise, but its weight must have its input's dtype
         "aten::rnn_relu_cell",
         "aten::rnn_tanh_cell",
-        "aten::scaled_dot_product_attention",  # its inner softmax accumulates in float32 anyway
+        "aten::scaled_dot_product_attention",  # its fused kernels accumulate in float32
     }
 )
 

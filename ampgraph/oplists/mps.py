@@ -4,7 +4,7 @@ The lists are CUDA's of an earlier time, typed in again. Names are as in `ampgra
 """
 
 # Ops whose eligible arguments are cast to the region's dtype: matrix products and the ops
-# made of them, which tensor cores run several times faster in low precision.
+# made of them, which hardware runs several times faster in low precision.
 ALLOW = frozenset(
     {
         "aten::_convolution",
