@@ -15,6 +15,7 @@ exist and rules agree is `Policy`'s business.
 import os
 import sys
 import tomllib
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +69,17 @@ def parse(text: str, where: str = "") -> PolicyData:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a whole file or none: a reader never meets half of it, nor does a crash leave one."""
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    """Write a whole file or none: a reader never meets half of it, nor does a crash leave one.
+
+    A link is followed, so that it still leads to the policy.
+    """
+    target = Path(path).resolve()
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
-        draft.write_text(text, encoding="utf-8")
+        with draft.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(draft, target)
     finally:
         draft.unlink(missing_ok=True)

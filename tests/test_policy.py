@@ -458,6 +458,13 @@ def test_an_interrupted_save_leaves_the_old_file(
     assert [file.name for file in tmp_path.iterdir()] == ["amp.toml"], "no draft is left"
 
 
+def test_saving_through_a_link_keeps_the_link(tmp_path: Path) -> None:
+    (tmp_path / "link.toml").symlink_to(tmp_path / "amp.toml")
+    CPU.save(tmp_path / "link.toml")
+    assert (tmp_path / "link.toml").is_symlink()
+    assert Policy.load(tmp_path / "amp.toml") == CPU
+
+
 def test_the_hash_includes_the_base_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     before = CUDA.hash
     lists = dict(base_rules("cuda"))
