@@ -34,6 +34,7 @@ from ampgraph.state import AutocastState, DeviceState
 log = logging.getLogger(__name__)
 _RECORDS = "_ampgraph_records"
 
+DOOR = "_ampgraph_backend"  # on the function that ampgraph.compile returns: its Backend
 
 @dataclass(frozen=True)
 class Record:
@@ -86,7 +87,7 @@ def ampgraph(
 
 def records_of(compiled: object) -> list[Record]:
     """What was compiled so far behind a callable that torch.compile or ampgraph.compile made."""
-    wrapper = compile_context_of(compiled)
+    wrapper = getattr(compiled, DOOR, None) or compile_context_of(compiled)
     inner = getattr(wrapper, "compiler_fn", wrapper)
     found = inner.records if isinstance(inner, Backend) else getattr(wrapper, _RECORDS, ())
     return list(found)

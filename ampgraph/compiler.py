@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampgraph.backend import Backend, device_type_of, entry_state, warn_once
+from ampgraph.backend import DOOR, Backend, device_type_of, entry_state, warn_once
 from ampgraph.internals import (
     OptimizedModule,
     TorchRuntimeError,
@@ -139,4 +139,5 @@ def _compile(model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> A
     def call(*args: Any, **kwargs: Any) -> Any:
         return door.call(compiled, args, kwargs)
 
+    setattr(call, DOOR, door.backend)
     return call
