@@ -2,6 +2,18 @@
 
 from ampgraph.compiler import compile
 from ampgraph.decision import Decision
+from ampgraph.explain import explain, reports
+from ampgraph.offline import rewrite
 from ampgraph.policy import Policy, register_op
+from ampgraph.report import Report
 
-__all__ = ["Decision", "Policy", "compile", "register_op"]
+__all__ = [
+    "Decision",
+    "Policy",
+    "Report",
+    "compile",
+    "explain",
+    "register_op",
+    "reports",
+    "rewrite",
+]

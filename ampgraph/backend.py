@@ -21,6 +21,7 @@ from ampgraph.internals import (
     compile_wrapper_in_caller,
     cpu_has_bf16_units,
     dynamo_frame_id,
+    graph_break_of,
     inductor,
     lookup_backend,
 )
@@ -33,15 +34,19 @@ from ampgraph.state import AutocastState, DeviceState
 
 log = logging.getLogger(__name__)
 _RECORDS = "_ampgraph_records"
-
 DOOR = "_ampgraph_backend"  # on the function that ampgraph.compile returns: its Backend
+
 
 @dataclass(frozen=True)
 class Record:
-    """One graph that was compiled: Dynamo's frame id, how it was rewritten, for what inputs."""
+    """One graph that was compiled: Dynamo's id of it, the rewrite, and what ended the capture.
+
+    `broke` is (reason, source line) where a graph break did, None at a function's own end.
+    """
 
     frame: str
     rewritten: Rewritten
+    broke: tuple[str, str] | None = None
 
 
 @dataclass(eq=False)
@@ -55,7 +60,7 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Any:
         result = rewrite_captured(gm, inputs, self.options)
-        self.records.append(Record(dynamo_frame_id(), result))
+        self.records.append(Record(dynamo_frame_id(), result, graph_break_of(gm)))
         return compile_inner(result.after, inputs, self.options)
 
 

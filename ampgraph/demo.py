@@ -9,6 +9,7 @@ the values and the decisions, not about speed.
 import os
 import shutil
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import ampgraph
-from ampgraph.report import Report
+from ampgraph.errors import AmpgraphWarning
+from ampgraph.report import Report, short
 
 # An encoder fit for this list finds each sentence's neighbours among those of its own topic.
 SENTENCES = (
@@ -73,6 +75,8 @@ def main() -> None:
         raise SystemExit(f"no {', '.join(missing)}: python -m pip install 'ampgraph[demo]'")
     start = time.perf_counter()
     torch.manual_seed(0)
+    # That bf16 is slow where no unit computes it is said above, and below by the seconds.
+    warnings.simplefilter("ignore", AmpgraphWarning)
     console.print(f"torch {torch.__version__} on {device()}, generating code with {inner()}")
     encode()
     digits()
@@ -172,11 +176,6 @@ def print_decisions(reports: list[Report]) -> None:
     console.print("\nTen lines of the rewritten graph, around its first linear:")
     for line in excerpt(reports[0].after.print_readable(print_output=False)):
         console.print(f"  {line}", markup=False, no_wrap=True, overflow="ellipsis")
-
-
-def short(dtype: torch.dtype | None) -> str:
-    """`bfloat16` for torch.bfloat16; a dash for an op that touches no floating tensor."""
-    return "-" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def excerpt(code: str, around: str = "linear(", count: int = 10) -> list[str]:

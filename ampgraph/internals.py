@@ -288,3 +288,47 @@ def quiet_fake_errors() -> Iterator[None]:
         yield
     finally:
         log.disabled = disabled
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[tuple[str, str, str]]]:
+    """Collect the frames Dynamo gave up on inside the block: (name, file:line, reason)."""
+    seen = {id(m) for m in torch._dynamo.utils.get_compilation_metrics()}
+    failed: list[tuple[str, str, str]] = []
+    yield failed
+    for m in torch._dynamo.utils.get_compilation_metrics():
+        if id(m) not in seen and m.fail_type is not None:
+            reason = " ".join((m.fail_reason or m.fail_type).split())
+            failed.append((m.co_name or "?", f"{m.co_filename}:{m.co_firstlineno}", reason))
+
+
+def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended this graph, and the user's line, if a graph break ended it."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    at = reason.user_stack[-1] if reason.user_stack else None
+    source = f"{at.filename}:{at.lineno}: {at.line}" if at else ""
+    return " ".join(str(reason.reason).split()), source
+
+
+@contextlib.contextmanager
+def generous_recompile_limit() -> Iterator[None]:
+    """Let one more compilation of an often compiled function through."""
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=max(config.recompile_limit, 512)):
+        yield
+
+
+def aot_backend(look: Callable[[torch.fx.GraphModule], None]) -> Callable[..., Any]:
+    """An AOTAutograd backend that shows each backward graph to `look` and runs it in eager."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def backward(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        look(gm)
+        return gm.forward
+
+    found: Callable[..., Any] = aot_autograd(
+        fw_compiler=lambda gm, inputs: gm.forward, bw_compiler=backward
+    )
+    return found

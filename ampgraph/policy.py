@@ -18,6 +18,7 @@ import torch
 
 from ampgraph import internals, opnames, policyfile
 from ampgraph.errors import PolicyError
+from ampgraph.files import write_whole
 from ampgraph.internals import OpOverload
 from ampgraph.oplists import Category, base_rules, category_named, check_device_type, registered
 from ampgraph.oplists.registered import register_op
@@ -165,7 +166,7 @@ class Policy:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file, whole or not at all."""
-        policyfile.write(path, self.to_toml())
+        write_whole(path, self.to_toml())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -15,7 +15,6 @@ exist and rules agree is `Policy`'s business.
 import os
 import sys
 import tomllib
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,23 +65,6 @@ def parse(text: str, where: str = "") -> PolicyData:
         raise PolicyError("key 'ops' must be a table: [ops]", where=where)
     words = tuple((op, _word(ops, op, where)) for op in ops)
     return PolicyData(device_type, words, tuple(_modules(document, where)))
-
-
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a whole file or none: a reader never meets half of it, nor does a crash leave one.
-
-    A link is followed, so that it still leads to the policy.
-    """
-    target = Path(path).resolve()
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with draft.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def read(path: str | os.PathLike[str]) -> str:

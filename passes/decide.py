@@ -430,8 +430,8 @@ def _row_of(
     casts: int,
     fp32: bool = False,
 ) -> Decision:
-    floating = [d for d in dtypes_in if d.is_floating_point] or [
-        d for d in dtypes_out if d.is_floating_point
+    floating = [d for d in dtypes_out if d.is_floating_point] or [
+        d for d in dtypes_in if d.is_floating_point
     ]
     dtype = widest(floating) if floating else None
     return Decision(

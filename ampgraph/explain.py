@@ -1,0 +1,176 @@
+"""Explain: capture a model once, tell every decision, and leave the model as it was."""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampgraph.backend import Backend, Record, records_of
+from ampgraph.compiler import Door
+from ampgraph.internals import (
+    OptimizedModule,
+    aot_backend,
+    compilations,
+    generous_recompile_limit,
+)
+from ampgraph.options import Options
+from ampgraph.report import GraphBreak, Report, SkippedFrame
+
+WhichDoor = Literal["compile", "backend"]
+
+
+def explain(
+    model: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: Any = None,
+    dtype: Any = None,
+    backward: bool = False,
+    door: WhichDoor = "compile",
+) -> Report:
+    """Capture `model(*args, **kwargs)` and report what each op would compute in and why.
+
+    The model runs once (once more, backwards, with `backward=True`); buffers, `.grad`, the random
+    state and the tensors among the arguments are afterwards as they were.
+
+    Args:
+        model: a module or function, compiled or not.
+        policy, dtype: as for `ampgraph.compile`.
+        backward: run the backward too and count its ops by dtype (`report.backward`).
+        door: "compile" as under `ampgraph.compile`, "backend" as under
+            `torch.compile(backend="ampgraph")`, which captures with autocast off.
+
+    Raises:
+        OptionError, PolicyError: bad arguments. RewriteError: a node that cannot be rewritten.
+    """
+    model = _original(model)
+    counted: list[torch.dtype] = []
+    inner: Any = aot_backend(_count_dtypes(counted)) if backward else "eager"
+    kwargs = dict(kwargs or {})
+    with _untouched(model, args, kwargs), generous_recompile_limit(), compilations() as frames:
+        run, records = _captured_by(door, model, policy, dtype, inner)
+        out = run(*args, **kwargs)
+        if backward:
+            _backward(out)
+    return Report(
+        graphs=tuple(record.rewritten for record in records),
+        graph_breaks=_breaks(records),
+        skipped_frames=tuple(SkippedFrame(*frame) for frame in frames),
+        backward=_by_count(counted) if backward else None,
+    )
+
+
+def reports(compiled: Any) -> list[Report]:
+    """The same for what was really compiled: one report for each graph so far.
+
+    Args:
+        compiled: what torch.compile(backend="ampgraph") or ampgraph.compile returned, or a module
+            on which `module.compile(backend="ampgraph")` was called.
+    """
+    return [
+        Report(graphs=(record.rewritten,), graph_breaks=_breaks([record]))
+        for record in records_of(compiled)
+    ]
+
+
+def _captured_by(
+    door: WhichDoor, model: Any, policy: Any, dtype: Any, inner: Any
+) -> tuple[Callable[..., Any], list[Record]]:
+    options = Options.parse({"policy": policy, "dtype": dtype, "inner": inner})
+    if door == "backend":
+        backend = Backend(options)
+        return torch.compile(model, backend=backend), backend.records
+    entry = Door(model, dataclasses.replace(options, outputs="autocast"), {})
+    return lambda *a, **k: entry.call(entry.compiled, a, k), entry.backend.records
+
+
+def _original(model: Any) -> Any:
+    if isinstance(model, OptimizedModule):
+        return model._orig_mod
+    return getattr(model, "_torchdynamo_orig_callable", model)
+
+
+def _breaks(records: Sequence[Record]) -> tuple[GraphBreak, ...]:
+    return tuple(GraphBreak(*record.broke) for record in records if record.broke is not None)
+
+
+def _count_dtypes(counted: list[torch.dtype]) -> Callable[[torch.fx.GraphModule], None]:
+    def look(gm: torch.fx.GraphModule) -> None:
+        for node in gm.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "call_function" and isinstance(value, Tensor):
+                counted.append(value.dtype)
+
+    return look
+
+
+def _by_count(counted: list[torch.dtype]) -> dict[torch.dtype, int]:
+    floating = [d for d in counted if d.is_floating_point]
+    return {d: floating.count(d) for d in sorted(set(floating), key=str)}
+
+
+def _backward(out: Any) -> None:
+    leaves = [
+        t
+        for t in pytree.tree_leaves(out)
+        if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()
+    ]
+    if leaves:
+        torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
+
+
+@contextlib.contextmanager
+def _untouched(model: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """Give back buffers, gradients, arguments and random state as they were."""
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    modules = _modules(model)
+    leaves = [p for m in modules for p in m.parameters()] + [t for t in given if t.is_leaf]
+    grads = [(t, t.grad) for t in leaves]
+    buffers = [
+        (owner, name, t, None if t is None else t.detach().clone())
+        for m in modules
+        for owner in m.modules()
+        for name, t in owner._buffers.items()
+    ]
+    contents = [(t, t.detach().clone()) for t in given]
+    for t in leaves:
+        t.grad = None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        _give_back(grads, buffers, contents)
+
+
+def _give_back(grads: Any, buffers: Any, contents: Any) -> None:
+    for tensor, grad in grads:
+        tensor.grad = grad
+    with torch.no_grad():
+        for owner, name, tensor, was in buffers:
+            owner._buffers[name] = tensor
+            if tensor is not None and not _same(tensor, was):
+                tensor.copy_(was)
+        for tensor, was in contents:
+            if not _same(tensor, was):
+                tensor.copy_(was)
+
+
+def _same(now: Tensor, was: Tensor) -> bool:
+    return now.shape == was.shape and bool(((now == was) | (now != now)).all())
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    """The module itself, or those a function holds on to."""
+    if isinstance(model, nn.Module):
+        return [model]
+    held = [getattr(model, "__self__", None)]
+    if inspect.isfunction(inspect.unwrap(model)):
+        found = inspect.getclosurevars(inspect.unwrap(model))
+        held += [*found.nonlocals.values(), *found.globals.values()]
+    return [m for m in held if isinstance(m, nn.Module)]
