@@ -209,7 +209,9 @@ def register_autocast_dtype(op: OpOverload, device_type: str) -> torch.dtype | N
     kernel = op.py_kernels.get(key)
     if not isinstance(kernel, types.FunctionType):
         return None
-    dtype = inspect.getclosurevars(kernel).nonlocals.get("cast_inputs")
+    # Before 2.13 the kernel stands under two devices' keys, whichever it was registered for.
+    closure = inspect.getclosurevars(kernel).nonlocals
+    dtype = closure.get("cast_inputs") if closure.get("device_type") == device_type else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
@@ -322,13 +324,14 @@ def generous_recompile_limit() -> Iterator[None]:
 
 def aot_backend(look: Callable[[torch.fx.GraphModule], None]) -> Callable[..., Any]:
     """An AOTAutograd backend that shows each backward graph to `look` and runs it in eager."""
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
     def backward(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         look(gm)
-        return gm.forward
+        return make_boxed_func(gm.forward)
 
     found: Callable[..., Any] = aot_autograd(
-        fw_compiler=lambda gm, inputs: gm.forward, bw_compiler=backward
+        fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward), bw_compiler=backward
     )
     return found
