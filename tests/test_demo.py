@@ -11,8 +11,9 @@ from ampgraph import demo
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generating C++ is what the demonstration waits for and not what these tests are about."""
+    """Generated C++ and the last few epochs are what these tests need not wait for."""
     monkeypatch.setattr(demo, "inner", lambda: "eager")
+    monkeypatch.setattr(demo, "EPOCHS", 2)
 
 
 def test_encoder_in_bf16_finds_the_same_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +28,7 @@ def test_encoder_in_bf16_finds_the_same_neighbours(capsys: pytest.CaptureFixture
 def test_digits_are_learnt(prepare: Callable[[torch.nn.Module], demo.Module]) -> None:
     train, test = demo.load_digits()
     forward = demo.fit(demo.network().to(demo.device()), prepare, train, "test")
-    assert demo.accuracy(forward, test) > 0.9, "the network should learn"
+    assert demo.accuracy(forward, test) > 0.8, "two epochs should teach it most digits"
 
 
 def test_neighbours_are_the_nearest_others() -> None:

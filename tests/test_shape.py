@@ -14,14 +14,28 @@ FOLDERS = {"ampgraph": "ampgraph", "ampgraph.passes": "passes", "ampgraph.kernel
 
 # Top floor first. A module imports from its own floor or from a lower one.
 FLOORS = (
-    ("ampgraph", "ampgraph.backend", "ampgraph.compiler", "ampgraph.demo"),
-    ("ampgraph.explain", "ampgraph.report", "ampgraph.offline"),
+    ("ampgraph", "ampgraph.demo"),
+    (
+        "ampgraph.backend",
+        "ampgraph.compiler",
+        "ampgraph.explain",
+        "ampgraph.offline",
+        "ampgraph.report",
+    ),
     ("ampgraph.pipeline",),
     ("ampgraph.passes*",),
     ("ampgraph.kernels*",),
-    ("ampgraph.graph", "ampgraph.dispatch", "ampgraph.decision", "ampgraph.verify"),
-    ("ampgraph.policy", "ampgraph.policyfile", "ampgraph.opnames", "ampgraph.oplists*"),
-    ("ampgraph.settings", "ampgraph.errors", "ampgraph.internals"),
+    (
+        "ampgraph.decision",
+        "ampgraph.dispatch",
+        "ampgraph.graph",
+        "ampgraph.options",
+        "ampgraph.runtime",
+        "ampgraph.state",
+        "ampgraph.verify",
+    ),
+    ("ampgraph.opnames", "ampgraph.oplists*", "ampgraph.policy", "ampgraph.policyfile"),
+    ("ampgraph.errors", "ampgraph.files", "ampgraph.internals", "ampgraph.settings"),
 )
 
 
