@@ -95,6 +95,7 @@ DENY = frozenset(
         "aten::linalg_matrix_rank.atol_rtol_float",
         "aten::linalg_matrix_rank.atol_rtol_tensor",
         "aten::linalg_matrix_rank.tol_tensor",
+        "aten::linalg_matrix_sqrth",  # joined in 2.14
         "aten::linalg_qr",
         "aten::linalg_solve",
         "aten::linalg_svd",

@@ -11,6 +11,7 @@ ALLOW = frozenset(
     {
         "aten::_convolution",
         "aten::_convolution.deprecated",  # kept for old TorchScript files
+        "aten::_cudnn_rnn",  # CUDA builds alone; eager also lays the weights out anew
         "aten::_scaled_dot_product_flash_attention",
         "aten::_thnn_fused_gru_cell",
         "aten::_thnn_fused_lstm_cell",
@@ -73,6 +74,7 @@ DENY = frozenset(
         "aten::kl_div",
         "aten::l1_loss",
         "aten::layer_norm",
+        "aten::linalg_matrix_sqrth",  # joined in 2.14, for CUDA and CPU alone
         "aten::log",
         "aten::log10",
         "aten::log1p",
