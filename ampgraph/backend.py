@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, fx
 
 from ampgraph.errors import AmpgraphWarning
+from ampgraph.graph import module_stack
 from ampgraph.internals import (
     ambient_autocast,
     autocast_off_at_run_time,
     compile_context_of,
     compile_wrapper_in_caller,
     cpu_has_bf16_units,
+    dynamo_code_name,
     dynamo_frame_id,
     graph_break_of,
     inductor,
@@ -31,6 +33,7 @@ from ampgraph.pipeline import Rewritten, rewrite_graph
 from ampgraph.policy import Policy
 from ampgraph.runtime import without_autocast
 from ampgraph.state import AutocastState, DeviceState
+from ampgraph.verify import graphs
 
 log = logging.getLogger(__name__)
 _RECORDS = "_ampgraph_records"
@@ -98,18 +101,16 @@ def records_of(compiled: object) -> list[Record]:
     return list(found)
 
 
-def rewrite_captured(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options
-) -> Rewritten:
+def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Rewritten:
     """Rewrite a graph under the state its caller is in now and the options."""
     device_type = device_type_of([*inputs, *gm.parameters(), *gm.buffers()])
     ambient = ambient_autocast()
     state = entry_state(options, ambient, device_type)
     warn_if_slow(state)
     policy = options.policy or Policy.autocast(device_type)
+    warn_if_unmatched(gm, policy)
     result = rewrite_graph(
         gm,
-        inputs,
         policies={device_type: policy},
         state=state,
         outputs=options.outputs or ("autocast" if device_type in ambient else "original"),
@@ -166,6 +167,20 @@ def default_dtype(device_type: str) -> torch.dtype:
         )
         return torch.float16
     return torch.bfloat16
+
+
+def warn_if_unmatched(gm: fx.GraphModule, policy: Policy) -> None:
+    """One warning for a module pattern that matches nothing; a cut graph cannot tell."""
+    if not policy.modules or graph_break_of(gm) is not None or "resume" in dynamo_code_name():
+        return
+    stacks = [module_stack(node) for g in graphs(gm) for node in g.graph.nodes]
+    called = [entry for stack in stacks for entry in stack]
+    for rule in policy.modules:
+        if not any(rule.matches(path, kind) for path, kind in called):
+            warn_once(
+                f"the policy's module pattern {rule.match!r} matched no module in the graph: "
+                "patterns are globs over the paths of named_modules(), or module classes"
+            )
 
 
 _warned: set[str] = set()

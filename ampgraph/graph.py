@@ -82,20 +82,20 @@ def fresh(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def like(value: Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor of `value`'s shape in another dtype."""
+    """A fake tensor of `value`'s shape, with its need of a gradient, in another dtype."""
     with mode, torch.no_grad(), no_guards(mode):
         if is_functorch_wrapped(value) or getattr(value, "fake_mode", mode) is not mode:
             return torch.empty(tuple(value.size()), dtype=dtype, device=value.device)
-        return torch.empty_like(value, dtype=dtype)
+        return torch.empty_like(value, dtype=dtype).requires_grad_(value.requires_grad)
 
 
 _PLAIN = (torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor)
 
 
-def fake_mode_of(gm: fx.GraphModule, inputs: Sequence[object] = ()) -> FakeTensorMode:
-    """The fake mode the graph was captured under, or a new one."""
-    values = [captured(node) for node in gm.graph.nodes]
-    return detect_fake_mode((values, list(inputs))) or FakeTensorMode(allow_non_fake_inputs=True)
+def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode:
+    """The fake mode of the values the graph's nodes carry."""
+    values = [captured(node) for node in gm.graph.nodes if node.op == "placeholder"]
+    return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager

@@ -17,13 +17,20 @@ from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext, inner
 from torch._guards import detect_fake_mode
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -57,6 +64,8 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
+# What fake tensors raise where a result depends on elements that they do not have.
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 enter_autocast = _enter_autocast
 exit_autocast = _exit_autocast
 
@@ -254,9 +263,28 @@ def dynamo_frame_id() -> str:
     return str(found) if found else ""
 
 
+_FUNCTORCH = (
+    "torch._functorch.predispatch",
+    "torch._functorch.eager_transforms",
+    "torch._C._functorch",
+)
+_AUTOGRAD_SWITCHES = (
+    torch._C._autograd._saved_tensors_hooks_disable,
+    torch._C._autograd._saved_tensors_hooks_enable,
+    torch._C._set_fwd_grad_enabled,
+    torch.autograd.forward_ad._maybe_load_decompositions,
+)
+
+
 def is_functorch(target: object) -> bool:
-    """Whether a node's target opens or closes a functorch level (vmap, grad) as Dynamo writes it."""
-    return getattr(target, "__module__", None) == "torch._functorch.predispatch"
+    """Whether a node's target is part of vmap, grad, jvp and the like as Dynamo writes them."""
+    return getattr(target, "__module__", None) in _FUNCTORCH or target in _AUTOGRAD_SWITCHES
+
+
+def functorch_unwrapped(value: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrapper of a level that has ended, any other tensor as it is."""
+    inside = torch._C._functorch.is_dead_tensor_wrapper(value)
+    return torch._C._functorch.get_unwrapped(value) if inside else value
 
 
 def is_functorch_wrapped(value: torch.Tensor) -> bool:
@@ -290,6 +318,12 @@ def quiet_fake_errors() -> Iterator[None]:
         yield
     finally:
         log.disabled = disabled
+
+
+def dynamo_code_name() -> str:
+    """The name of the function Dynamo is compiling; the rest after a graph break has "resume"."""
+    tx = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+    return str(tx.f_code.co_name) if tx is not None else ""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Rewrite a graph that did not come through torch.compile: `ampgraph.rewrite`."""
 
-import copy
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from ampgraph.backend import device_type_of, entry_state
 from ampgraph.errors import UnsupportedGraphError
-from ampgraph.graph import captured, op_name
+from ampgraph.graph import op_name
 from ampgraph.internals import FakeTensorMode, ambient_autocast, detect_fake_mode
 from ampgraph.options import Options
 from ampgraph.passes.inline_modules import inline_modules
@@ -62,7 +61,7 @@ def rewritten(
     found = device_type or device_type_of(
         [*pytree.tree_leaves(list(example_inputs)), *gm.parameters(), *gm.buffers()]
     )
-    mode = _mode(gm, example_inputs)
+    mode = detect_fake_mode(list(example_inputs)) or FakeTensorMode(allow_non_fake_inputs=True)
     work = _copy(gm)
     _check_count(work, example_inputs)
     inline_modules(work, example_inputs, mode)
@@ -94,15 +93,13 @@ def _refuse(gm: fx.GraphModule) -> None:
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    new = fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph._codegen = gm.graph._codegen  # shared: it only knows the signature
+    new = fx.GraphModule(gm, graph, type(gm).__name__)
     new.meta = dict(gm.meta)
     new.train(gm.training)
     return new
-
-
-def _mode(gm: fx.GraphModule, inputs: Sequence[Any]) -> FakeTensorMode:
-    known = [captured(node) for node in gm.graph.nodes]
-    return detect_fake_mode((known, list(inputs))) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _check_count(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:

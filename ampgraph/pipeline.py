@@ -111,7 +111,6 @@ class Rewritten:
 
 def rewrite_graph(
     gm: fx.GraphModule,
-    inputs: Sequence[object] = (),
     *,
     policies: Mapping[str, Policy],
     state: AutocastState,
@@ -128,7 +127,7 @@ def rewrite_graph(
         grad: whether gradients may be wanted: then every use has a cast of its own.
     """
     started = time.perf_counter()
-    program = Program(gm, fake_mode_of(gm, inputs), policies, state, outputs, grad)
+    program = Program(gm, fake_mode_of(gm), policies, state, outputs, grad)
     for run in PASSES:
         _logged(run, program)
     left = count_casts(program.graph)

@@ -44,7 +44,6 @@ from ampgraph.internals import (
     disable_autocast,
     functorch_level,
     functorch_unwound,
-    is_functorch,
     pre_dispatch,
     quiet_fake_errors,
 )
@@ -53,6 +52,7 @@ from ampgraph.passes.bodies import plan_higher_order
 from ampgraph.passes.open_composite import open_composite
 from ampgraph.passes.plan import Cast, Plan, Plans
 from ampgraph.passes.regions import is_region, step
+from ampgraph.passes.transforms import transformed
 from ampgraph.policy import Category, Policy
 from ampgraph.state import LOW_DTYPES, AutocastState
 
@@ -118,8 +118,12 @@ class Decider:
             return Plan(erase=True)
         if isinstance(node.target, HigherOrderOperator):
             return plan_higher_order(self, node)
+        inside = transformed(node, self.env, self.quiet)
+        if inside is not None:
+            return Plan(value=inside[0])
         here = operands(node, self.env)
-        if not any(isinstance(o.value, Tensor) for o in here):
+        opaque = node.op == "call_module"  # left by inline_modules: it computes nothing
+        if opaque or not any(isinstance(o.value, Tensor) for o in here):
             return self._without_tensors(node)
         law = self.law(node)
         key = _key(node, here, law)
@@ -155,9 +159,6 @@ class Decider:
         if value is None and node.target in _PURE:
             args, kwargs = arguments(node, self.env)
             value = call(node, args, kwargs)
-        if is_functorch(node.target):
-            args, kwargs = arguments(node, self.env)
-            return Plan(value=call(node, args, kwargs))
         if op_name(node.target) in FACTORIES and self._is_huge(node.args, node.kwargs):
             self.huge.add(node)
         return Plan(value=fresh(value, self.mode))
@@ -169,7 +170,7 @@ class Decider:
             with self.quiet(), pre_dispatch(listener):
                 value = call(node, args, kwargs)
         except DataDependentError:
-            value = self._remapped(node, here)
+            return self._unseen(node, here, law, listener.calls)
         except AmpgraphError as error:
             error.where = error.where or _where(node)
             raise
@@ -183,15 +184,12 @@ class Decider:
             ) from error
         return self._plan_of_calls(node, here, law, listener.calls, value)
 
-    def quiet(self) -> Any:
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
         """Fake tensors, no autocast, no autograd, no new guards."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(disable_autocast())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(no_guards(self.mode))
-        stack.enter_context(quiet_fake_errors())
-        stack.enter_context(self.mode)
-        return stack
+        with disable_autocast(), torch.no_grad(), no_guards(self.mode), quiet_fake_errors():
+            with self.mode:
+                yield
 
     def _plan_of_calls(
         self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call], value: Any
@@ -229,18 +227,30 @@ class Decider:
             notes=notes,
         )
 
-    def _remapped(self, node: fx.Node, here: list[Operand]) -> Any:
+    def _unseen(
+        self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call]
+    ) -> Plan:
+        """The plan of a node whose result depends on elements: fake tensors cannot run it.
+
+        Its own rule is known; a composite is kept whole, for what is deeper cannot be seen.
+        """
+        single = len(calls) == 1 and not calls[0].inner
+        now = calls[0].dtypes_in if single else [t.dtype for t in tensors([o.value for o in here])]
+        value = self._remapped(node, [d for d in now if d.is_floating_point])
+        if single:
+            return self._plan_of_calls(node, here, law, calls, value)
+        rows = (_row(node, calls),) if calls else ()
+        floats = any(t.is_floating_point() for t in tensors(value))
+        note = f"{node.name}: {op_name(node.target)} depends on elements inside: kept as captured"
+        return Plan(rows=rows, value=value, notes=(note,) if floats else ())
+
+    def _remapped(self, node: fx.Node, now: Sequence[torch.dtype]) -> Any:
         """The captured value of a data-dependent op, in the dtype of its input now."""
         before = [
             leaf.dtype
             for reference in node.all_input_nodes
             for leaf in tensors(captured(reference))
             if leaf.is_floating_point()
-        ]
-        now = [
-            o.value.dtype
-            for o in here
-            if isinstance(o.value, Tensor) and o.value.is_floating_point()
         ]
         table = dict(zip(before, now, strict=False))
 

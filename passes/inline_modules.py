@@ -6,6 +6,7 @@ those it would call, and its parameters and buffers become get_attr nodes under 
     h = self.lin(x)   ->   w = self.lin.weight; b = self.lin.bias; h = aten.linear(x, w, b)
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +18,17 @@ from ampgraph.errors import RewriteError
 from ampgraph.graph import PASS, VALUE, error_trace
 from ampgraph.internals import FakeTensor, FakeTensorMode, make_fx
 
+INLINED = "ampgraph_inlined"
+
 
 def inline_modules(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> None:
     """Run the graph on fake inputs, region nodes included; edits `gm`, whose nodes get values."""
     with torch.no_grad():
         _Inliner(gm, mode).run(*[fake(value, mode) for value in inputs])
-    for node in list(gm.graph.nodes):
-        if node.op == "call_module":
+    for node in reversed(list(gm.graph.nodes)):
+        inlined = node.op == "call_module" and INLINED in node.meta
+        member = node.target is operator.getitem and not node.users
+        if inlined or member:
             gm.graph.erase_node(node)
     gm.recompile()
 
@@ -54,6 +59,8 @@ class _Inliner(fx.Interpreter):
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if len(leaves) != len(pytree.tree_leaves((node.args, dict(node.kwargs)))):
+            raise _give_up(node, "takes a tuple that another node returns")
         varying = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def function(*values: Any) -> Any:
@@ -68,11 +75,10 @@ class _Inliner(fx.Interpreter):
         try:
             body = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*values)
         except Exception as error:
-            raise RewriteError(
-                f"the module {node.target!r} cannot be traced: {error_trace(error)}",
-                where=f"node {node.name}",
-                cure="capture the model with torch.compile(backend='ampgraph') instead",
-            ) from error
+            raise _give_up(node, f"cannot be traced: {error_trace(error)}") from error
+        if not any(n.op == "call_function" for n in body.graph.nodes):
+            return super().run_node(node)  # a check of the inputs, say: nothing to cast inside
+        node.meta[INLINED] = True
         return self._splice(node, module, body, varying, list(held))
 
     def _splice(
@@ -103,12 +109,26 @@ class _Inliner(fx.Interpreter):
                     self.env[new] = inner.meta.get("val")
         output = next(n for n in reversed(body.graph.nodes) if n.op == "output")
         returned = fx.map_arg(output.args[0], lambda n: env[n])
-        if not isinstance(returned, fx.Node):
-            raise RewriteError(
-                f"the module {node.target!r} returns several values",
-                where=f"node {node.name}",
-                cure="capture the model with torch.compile(backend='ampgraph') instead",
-            )
-        node.replace_all_uses_with(returned)
-        return self.env[returned]
+        _replace_uses(node, returned)
+        return fx.map_arg(returned, lambda n: self.env[n])
 
+
+def _replace_uses(node: fx.Node, returned: Any) -> None:
+    """Let the users of a module's result read the ops inlined for it, member by member."""
+    if isinstance(returned, fx.Node):
+        node.replace_all_uses_with(returned)
+        return
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            raise _give_up(node, f"returns several values, which {user.name} takes whole")
+        member = returned[user.args[1]]
+        if isinstance(member, fx.Node):
+            user.replace_all_uses_with(member)
+
+
+def _give_up(node: fx.Node, why: str) -> RewriteError:
+    return RewriteError(
+        f"the module {str(node.target)!r} {why}",
+        where=f"node {node.name}",
+        cure="capture the model with torch.compile(backend='ampgraph') instead",
+    )

@@ -31,7 +31,7 @@ class Inserter:
     def __init__(self, gm: fx.GraphModule, plans: Plans, mode: FakeTensorMode, grad: bool) -> None:
         self.gm, self.plans, self.mode, self.grad = gm, plans, mode, grad
         self.graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
-        self.graph._codegen = copy.deepcopy(gm.graph._codegen)
+        self.graph._codegen = gm.graph._codegen  # shared: it only knows the signature
         self.attributes: dict[str, Any] = {}
         self.env: dict[fx.Node, Any] = {}
         self.shared: dict[Any, fx.Node] = {}
@@ -47,7 +47,26 @@ class Inserter:
                 self._copy(node, plan)
             if plan.mutates:
                 self.shared.clear()
+        self._forget_replaced_bodies()
+        self._keep_requires_grad()
         return self._module()
+
+    def _keep_requires_grad(self) -> None:
+        """Outputs still say whether they need a gradient: invoke_subgraph asks them."""
+        before, after = (_outputs(graph) for graph in (self.gm.graph, self.graph))
+        for old, new in zip(before, after, strict=True):
+            was = captured(old) if isinstance(old, fx.Node) else None
+            now = captured(new) if isinstance(new, fx.Node) else None
+            if not isinstance(was, Tensor) or not isinstance(now, Tensor):
+                continue
+            if was.requires_grad and not now.requires_grad:
+                new.meta[VALUE] = now.detach().requires_grad_()
+
+    def _forget_replaced_bodies(self) -> None:
+        """A body that was rewritten at each of its calls is no longer part of the program."""
+        for node in reversed(self.graph.nodes):
+            if node.op == "get_attr" and not node.users:
+                self.graph.erase_node(node)
 
     def _module(self) -> fx.GraphModule:
         root = {**_attributes(self.gm), **self.attributes}
@@ -216,6 +235,11 @@ def _with_literals(tree: Any, swap: dict[float, float]) -> Any:
         return swap.get(leaf, leaf) if number else leaf  # type: ignore[call-overload]
 
     return pytree.tree_map(one, tree)
+
+
+def _outputs(graph: fx.Graph) -> list[Any]:
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return pytree.tree_leaves(output.args[0])
 
 
 def _attributes(gm: fx.GraphModule) -> dict[str, Any]:

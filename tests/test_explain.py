@@ -111,7 +111,7 @@ def test_graph_breaks_name_the_line() -> None:
 
 
 def test_lstm_is_reported_as_skipped() -> None:
-    """Dynamo gives up the frame that holds an LSTM; the report says so instead of saying nothing."""
+    """Dynamo gives up the frame that holds an LSTM; and the report says so."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -15,7 +15,10 @@ def test_there_are_snippets() -> None:
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda s: s.splitlines()[-1][:30])
 def test_snippet_runs(
-    snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    snippet: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "README.md", "exec"), {})
