@@ -17,14 +17,21 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ampgraph.errors import BannedOpError
-from ampgraph.internals import OpOverload, PreDispatchMode, composite_kernel, is_composite
+from ampgraph.internals import (
+    DATA_DEPENDENT_ERRORS,
+    OpOverload,
+    PreDispatchMode,
+    composite_kernel,
+    is_composite,
+)
 from ampgraph.oplists import append_target
-from ampgraph.oplists.one_dtype import ONE_DTYPE
+from ampgraph.oplists.one_dtype import NORMS, ONE_DTYPE
 from ampgraph.oplists.scalars import VALUE_SCALARS
 from ampgraph.policy import Category, ModuleRule, Policy
 from ampgraph.state import AutocastState
 
 FP32 = torch.float32
+REPAIR = "repair"  # the category of what eager would refuse to run
 BANNED_CURE = (
     "binary_cross_entropy: use binary_cross_entropy_with_logits, which is safe; or ask for float32 "
     "with Policy.deny(op), or call it inside torch.autocast(device, enabled=False)"
@@ -241,7 +248,29 @@ def _is_finite_beyond(value: object, limit: float) -> bool:
 
 
 def _mixed(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Verdict | None:
-    return repair(op, args, kwargs) if op.name().partition(".")[0] in ONE_DTYPE else None
+    name = op.name().partition(".")[0]
+    if name in NORMS:
+        return _wide_parameters(op, args, kwargs)
+    return repair(op, args, kwargs) if name in ONE_DTYPE else None
+
+
+def _wide_parameters(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Verdict | None:
+    """Float32 parameters for a norm that would see a mixture it refuses; its input stays.
+
+    Running statistics are written to: where they are low, all the rest becomes what they are.
+    """
+    first, *others = [t for t in tensors((args, kwargs)) if t.is_floating_point()]
+    found = {t.dtype for t in others}
+    if not others or found == {FP32} or found == {first.dtype} or first.dtype == torch.float64:
+        return None
+    given = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+    kept = tensors([given.get("running_mean"), given.get("running_var")])
+    dtype = kept[0].dtype if kept else FP32
+    wrong = [t for t in (others if dtype == FP32 else [first, *others]) if t.dtype != dtype]
+    casts = {id(t): dtype for t in wrong if id(t) not in {id(k) for k in kept}}
+    return Verdict(op, REPAIR, f"refuses mixed dtypes: parameters cast to {dtype}", casts)
 
 
 def repair(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Verdict | None:
@@ -254,7 +283,7 @@ def repair(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ve
     kept = {id(t) for t in written}
     casts = {id(t): dtype for t in floating if t.dtype != dtype and id(t) not in kept}
     where = "its destination's dtype" if written else "the widest"
-    return Verdict(op, "repair", f"refuses mixed dtypes: inputs cast to {dtype}, {where}", casts)
+    return Verdict(op, REPAIR, f"refuses mixed dtypes: inputs cast to {dtype}, {where}", casts)
 
 
 def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -313,6 +342,12 @@ class Call:
     def acts(self) -> bool:
         return self.verdict.acts or any(call.acts for call in self.inner)
 
+    def all(self) -> Iterator["Call"]:
+        """This call and all those inside it."""
+        yield self
+        for call in self.inner:
+            yield from call.all()
+
     def leaves(self) -> Iterator["Call"]:
         """The ops that really run: this one, or those inside an opened composite."""
         if not self.inner:
@@ -340,7 +375,7 @@ class Listener(PreDispatchMode):
         verdict = judge(func, args, kwargs, self.law)
         call = Call(func, verdict, tuple(tensors((args, kwargs))))
         self.calls.append(call)
-        if verdict.category == Category.FOLLOW and opens(func, call.inputs):
+        if verdict.category in (Category.FOLLOW, REPAIR) and opens(func, call.inputs):
             out = self._inside(call, args, kwargs)
         else:
             out = self._run(call, args, kwargs)
@@ -348,30 +383,38 @@ class Listener(PreDispatchMode):
         return out
 
     def _inside(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        new_args, new_kwargs = self._carried_out(call, args, kwargs)
         outer, self.calls = self.calls, call.inner
         try:
             with self:
-                out = composite_kernel(call.op)(*args, **kwargs)
+                out = composite_kernel(call.op)(*new_args, **new_kwargs)
         finally:
             self.calls = outer
-        call.dtypes_in = tuple(t.dtype for t in call.inputs)
+        if call.verdict.acts and not any(inner.acts for inner in call.inner):
+            call.inner.clear()  # its own casts are all there is to do: it can stay whole
         return out
 
-    def _run(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _carried_out(
+        self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         new_args, new_kwargs = carry_out(call.verdict, args, kwargs, Tensor.to)
         call.dtypes_in = tuple(t.dtype for t in tensors((new_args, new_kwargs)))
+        return new_args, new_kwargs
+
+    def _run(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        new_args, new_kwargs = self._carried_out(call, args, kwargs)
         if any(tag in call.op.tags for tag in _DATA_DEPENDENT):
             raise DataDependentError(call.op.name())
         try:
             return call.verdict.op(*new_args, **new_kwargs)
+        except DATA_DEPENDENT_ERRORS as error:
+            raise DataDependentError(call.op.name()) from error
         except (RuntimeError, TypeError):
             mended = repair(call.op, args, kwargs) if not call.verdict.acts else None
             if mended is None:
                 raise
             call.verdict = mended
-            new_args, new_kwargs = carry_out(mended, args, kwargs, Tensor.to)
-            call.dtypes_in = tuple(t.dtype for t in tensors((new_args, new_kwargs)))
-            return mended.op(*new_args, **new_kwargs)
+            return self._run(call, args, kwargs)
 
 
 def opens(op: OpOverload, inputs: Sequence[Tensor]) -> bool:

@@ -149,7 +149,8 @@ def compile_wrapper_in_caller() -> object | None:
         if frame is None:
             return None
         if isinstance(frame.f_locals.get("self"), torch._TorchCompileWrapper):
-            return frame.f_locals["self"]
+            found: object = frame.f_locals["self"]
+            return found
         frame = frame.f_back
     return None
 
@@ -165,7 +166,8 @@ def compile_context_of(compiled: object) -> object | None:
         context = found[0] if found else None
     if context is None:
         return None
-    return innermost_backend(context.callback)
+    callback: Any = context.callback
+    return innermost_backend(callback)
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:

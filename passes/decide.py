@@ -204,9 +204,7 @@ class Decider:
             return dataclasses.replace(opened, mutates=mutates)
         return dataclasses.replace(direct, value=value, mutates=mutates)
 
-    def _opened(
-        self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call]
-    ) -> Plan:
+    def _opened(self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call]) -> Plan:
         varying = [o for o in here if isinstance(o.value, (Tensor, *_SYMS))]
         function = _as_function(node, self.env, varying)
         with self.quiet():
@@ -227,9 +225,7 @@ class Decider:
             notes=notes,
         )
 
-    def _unseen(
-        self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call]
-    ) -> Plan:
+    def _unseen(self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call]) -> Plan:
         """The plan of a node whose result depends on elements: fake tensors cannot run it.
 
         Its own rule is known; a composite is kept whole, for what is deeper cannot be seen.
@@ -297,9 +293,7 @@ class Decider:
             return plan
         sources = list(_occurrences(node))
         casts = tuple(
-            dataclasses.replace(
-                c, clamp=c.dtype in LOW_DTYPES and sources[c.at[0]] in self.huge
-            )
+            dataclasses.replace(c, clamp=c.dtype in LOW_DTYPES and sources[c.at[0]] in self.huge)
             for c in plan.casts
         )
         if not any(c.clamp for c in casts):
@@ -340,14 +334,14 @@ def _as_function(
         def fill(reference: fx.Node) -> Any:
             index = next(count)
             return pytree.tree_map_with_path(
-                lambda path, leaf: values[places[index, tuple(path)]]
-                if (index, tuple(path)) in places
-                else leaf,
+                lambda path, leaf: (
+                    values[places[index, tuple(path)]] if (index, tuple(path)) in places else leaf
+                ),
                 env[reference],
             )
 
-        args, kwargs = fx.map_arg((node.args, node.kwargs), fill)  # type: ignore[arg-type]
-        return call(node, args, kwargs)  # type: ignore[arg-type]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), fill)
+        return call(node, args, kwargs)
 
     return function
 
@@ -460,7 +454,11 @@ def _row_of(
 
 def _renamed(plan: Plan, node: fx.Node) -> Plan:
     """A cached plan told of another node of the same call."""
-    where = {"node": node.name, "module": module_of(node), "source": source_of(node)}
+    where: dict[str, Any] = {
+        "node": node.name,
+        "module": module_of(node),
+        "source": source_of(node),
+    }
     rows = tuple(dataclasses.replace(row, **where) for row in plan.rows)
     notes = tuple(f"{r.node}: {r.op} {r.because}" for r in rows if r.category in _NOTED)
     return dataclasses.replace(plan, rows=rows, notes=notes)
@@ -483,7 +481,7 @@ def _key(node: fx.Node, here: list[Operand], law: Law) -> Any:
             described.append((first, t.dtype, t.device, tuple(map(str, t.shape)), layout))
         else:
             described.append((type(o.value).__name__, str(o.value)))
-    constants = repr(fx.map_arg((node.args, node.kwargs), lambda _: "·"))  # type: ignore[arg-type]
+    constants = repr(fx.map_arg((node.args, node.kwargs), lambda _: "·"))
     if " at 0x" in constants:
         return None
     module = law.module.match if law.module else None

@@ -21,12 +21,10 @@ VIEWS = frozenset(
 
 def fold_casts(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> int:
     """Remove inserted casts that undo a widening; how many were removed."""
-    removed = 0
-    for node in list(gm.graph.nodes):
-        if CAST in node.meta and not _writes_after(gm, node):
-            removed += _fold(gm, node, mode, grad)
+    if any(_writes(node) for node in gm.graph.nodes):
+        return 0  # the narrow value may be written to between its widening and the cast
+    removed = sum(_fold(gm, node, mode, grad) for node in list(gm.graph.nodes) if CAST in node.meta)
     if removed:
-        gm.graph.eliminate_dead_code(_is_impure)
         gm.recompile()
     return removed
 
@@ -47,7 +45,9 @@ def _fold(gm: fx.GraphModule, cast: fx.Node, mode: FakeTensorMode, grad: bool) -
     for view in reversed(chain):
         new = _replay(gm, cast, view, new, mode, dtype)
     cast.replace_all_uses_with(new)
-    gm.graph.erase_node(cast)
+    for node in (cast, *chain, source):
+        if not node.users:
+            gm.graph.erase_node(node)
     return 1
 
 
@@ -100,20 +100,15 @@ def _replay(
     return new
 
 
-def _writes_after(gm: fx.GraphModule, cast: fx.Node) -> bool:
-    """Whether anything writes in place between the widening and the cast: then leave it."""
-    return any(_is_impure(node) for node in gm.graph.nodes)
-
-
-def _is_impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
+def _writes(node: fx.Node) -> bool:
+    """Whether the node may write in place."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable or node.is_impure()
+        return node.target._schema.is_mutable
     name = op_name(node.target)
-    return name.endswith("_") or name in _IMPURE or bool(node.kwargs.get("inplace"))
+    written = name.endswith("_") or name in _WRITERS or "out" in node.kwargs
+    return node.op.startswith("call") and (written or bool(node.kwargs.get("inplace")))
 
 
-_IMPURE = frozenset("setitem iadd isub imul itruediv iand ior ixor ipow imatmul".split())
+_WRITERS = frozenset("setitem iadd isub imul itruediv iand ior ixor ipow imatmul".split())

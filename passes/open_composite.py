@@ -22,20 +22,19 @@ from ampgraph.policy import Category
 class Opener:
     """The law in the form make_fx asks for: a decomposition for every op the node was seen to call.
 
-    An op with nothing to do to it answers NotImplemented, and is recorded as it is.
+    An op with nothing to do to it answers NotImplemented, and is recorded as it is; so does a
+    composite in which nothing was seen to be done, such as a dropout between two listed ops.
     """
 
-    def __init__(self, law: Law) -> None:
+    def __init__(self, law: Law, calls: Sequence[Call]) -> None:
         self.law = law
+        self.acting = {call.op for made in calls for call in made.all() if call.acts}
+        self.widened: dict[int, tuple[Tensor, Tensor]] = {}
         self.rows: list[tuple[OpOverload, Verdict, tuple[torch.dtype, ...], int]] = []
 
     def table(self, calls: Sequence[Call]) -> dict[OpOverload, Callable[..., Any]]:
         """Decompositions for these ops and the ones inside them."""
-        found: dict[OpOverload, Callable[..., Any]] = {}
-        for made in calls:
-            found[made.op] = self._for(made.op)
-            found |= self.table(made.inner)
-        return found
+        return {call.op: self._for(call.op) for made in calls for call in made.all()}
 
     def _for(self, op: OpOverload) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.apply(op, args, kwargs)
@@ -43,13 +42,28 @@ class Opener:
     def apply(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         verdict = judge(op, args, kwargs, self.law)
         if verdict.acts:
-            new_args, new_kwargs = carry_out(verdict, args, kwargs, cast)
+            new_args, new_kwargs = carry_out(verdict, args, kwargs, self.cast)
             self._note(op, verdict, new_args, new_kwargs, len(verdict.casts))
             return verdict.op(*new_args, **new_kwargs)
-        if verdict.category == Category.FOLLOW and opens(op, tensors((args, kwargs))):
+        follows = verdict.category == Category.FOLLOW and op in self.acting
+        if follows and opens(op, tensors((args, kwargs))):
             return composite_kernel(op)(*args, **kwargs)
         self._note(op, verdict, args, kwargs, 0)
         return NotImplemented
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The cast this compiler writes, recorded by the tracer as one node.
+
+        What a repair widened is cast back to its old dtype by leaving the widening out: it was
+        exact.
+        """
+        narrow = self.widened.get(id(tensor), (tensor, tensor))[1]
+        if narrow.dtype == dtype:
+            return narrow
+        made = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+        if torch.promote_types(tensor.dtype, dtype) == dtype:
+            self.widened[id(made)] = (made, tensor)  # kept alive, so that its id stays its own
+        return made
 
     def _note(
         self, op: OpOverload, verdict: Verdict, args: object, kwargs: object, casts: int
@@ -59,11 +73,6 @@ class Opener:
         self.rows.append((op, verdict, tuple(t.dtype for t in tensors((args, kwargs))), casts))
 
 
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The cast this compiler writes, recorded by the tracer as one node."""
-    return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
-
-
 def open_composite(
     function: Callable[..., Any],
     inputs: Sequence[Any],
@@ -71,7 +80,7 @@ def open_composite(
     calls: Sequence[Call],
 ) -> tuple[fx.GraphModule, list[tuple[OpOverload, Verdict, tuple[torch.dtype, ...], int]]]:
     """Trace `function(*inputs)`, seen to make `calls`, under `law`: its graph and a row an op."""
-    opener = Opener(law)
+    opener = Opener(law, calls)
     gm = make_fx(
         function,
         decomposition_table=opener.table(calls),

@@ -1,0 +1,195 @@
+"""The oracle: eager torch.autocast(cache_enabled=False) beside the rewritten graph, bit for bit.
+
+The rewritten graph runs with autocast off, checked before every node, and holds no autocast
+region; so equality can only come from the casts that stand in it. `casts_made` counts what eager
+autocast casts, below the dispatcher, for tests that say how many casts they expect.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampgraph.internals import enter_autocast, exit_autocast
+from ampgraph.pipeline import Rewritten, rewrite_graph
+from ampgraph.policy import Policy
+from ampgraph.state import AutocastState
+
+REGION = (enter_autocast, exit_autocast, torch.set_autocast_enabled)
+
+
+def leaves_of(tree: object) -> list[Tensor]:
+    """The distinct tensors in a tree, in order."""
+    found = {id(t): t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)}
+    return list(found.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a function: `leaves` are the tensors among its arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return leaves_of((self.args, dict(self.kwargs)))
+
+    def on(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other values in place of the leaves."""
+        places = {id(old): new for old, new in zip(self.leaves, leaves, strict=True)}
+        swap = lambda leaf: places.get(id(leaf), leaf)  # noqa: E731
+        args, kwargs = pytree.tree_map(swap, (self.args, dict(self.kwargs)))
+        return args, kwargs
+
+    def __call__(self, leaves: Sequence[Tensor]) -> Any:
+        args, kwargs = self.on(leaves)
+        return self.function(*args, **kwargs)
+
+
+def graph_of(call: Call, target: Any = None) -> fx.GraphModule:
+    """A graph of one node that makes the call; each tensor a placeholder with a fake value.
+
+    `target` is a function to call, or a method's name; the call's own function if not given.
+    """
+    target = target or call.function
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    graph = fx.Graph()
+    places: list[fx.Node] = []
+    for i, leaf in enumerate(call.leaves):
+        places.append(graph.placeholder(f"x{i}"))
+        places[-1].meta["example_value"] = mode.from_tensor(leaf, static_shapes=True)
+    args, kwargs = call.on(places)
+    kind = "call_method" if isinstance(target, str) else "call_function"
+    graph.output(graph.create_node(kind, target, args, kwargs, name="made"))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+class AutocastOff(fx.Interpreter):
+    """Runs a graph and insists that no autocast is on, and that no node turns one on."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        assert not torch.is_autocast_enabled("cpu"), f"{n}: runs with autocast on"
+        assert n.target not in REGION, f"{n}: an autocast region"
+        return super().run_node(n)
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts the casts that reach the backend, whoever asked for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is not None:
+            self.casts += kwargs["dtype"] != args[0].dtype
+        return func(*args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run returned, left in its inputs, and gave as gradients."""
+
+    out: list[Any]
+    inputs: list[Tensor]
+    grads: list[Tensor | None]
+
+
+def copied(leaf: Tensor) -> Tensor:
+    """A copy with the same strides and the same wish for a gradient."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def run(function: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor]) -> Result:
+    """Run on copies of `leaves`, with gradients of every result to every leaf that wants one."""
+    torch.manual_seed(42)
+    own = [copied(leaf) for leaf in leaves]
+    # In-place ops may not write to a leaf that wants a gradient: each gets an identity before it.
+    given = [t.view_as(t) if t.requires_grad else t for t in own]
+    out = [o.detach() if False else o for o in pytree.tree_leaves(function(given))]
+    return Result(out, [g.detach() for g in given], gradients(out, own))
+
+
+def gradients(out: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients for fixed random cotangents, None where nothing flows."""
+    roots = [o for o in out if isinstance(o, Tensor) and o.requires_grad]
+    wanted = [t for t in leaves if t.requires_grad]
+    if not roots or not wanted:
+        return []
+    torch.manual_seed(2)
+    seeds = [torch.randn(r.shape, dtype=torch.float64).to(r.dtype) for r in roots]
+    return list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+
+
+def difference(ref: Result, got: Result) -> str | None:
+    """What differs between two results, None where they are the same to the bit."""
+    for what in ("out", "inputs", "grads"):
+        one, two = getattr(ref, what), getattr(got, what)
+        if len(one) != len(two):
+            return f"{what}: {len(one)} and {len(two)} values"
+        for i, (a, b) in enumerate(zip(one, two, strict=True)):
+            found = _difference(a, b)
+            if found:
+                return f"{what}[{i}]: {found}"
+    return None
+
+
+def _difference(a: Any, b: Any) -> str | None:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return None if type(a) is type(b) and (a == b or a != a) else f"{a} and {b}"
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+    if a.layout != torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    same = torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return None if same else f"values differ by up to {(a - b).abs().max().item():g}"
+
+
+def in_autocast(call: Call, dtype: torch.dtype) -> Callable[[Sequence[Tensor]], Any]:
+    """The call as eager autocast makes it."""
+
+    def eager(leaves: Sequence[Tensor]) -> Any:
+        with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
+            return call(leaves)
+
+    return eager
+
+
+def rewritten(
+    gm: fx.GraphModule,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    policy: Policy | None = None,
+    grad: bool = True,
+) -> Rewritten:
+    """The graph rewritten as under autocast("cpu", dtype), for CPU tensors and any policy."""
+    return rewrite_graph(
+        gm,
+        policies={"cpu": policy or Policy.autocast("cpu")},
+        state=AutocastState.of({"cpu": dtype}),
+        outputs="autocast",
+        grad=grad,
+    )
+
+
+def without_autocast(gm: fx.GraphModule) -> Callable[[Sequence[Tensor]], Any]:
+    """The graph as a function, run with autocast off."""
+    return lambda leaves: AutocastOff(gm).run(*leaves)
+
+
+def casts_made(function: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor]) -> int:
+    """How many casts a run makes, the gradients left out."""
+    with CastCounter() as counter:
+        torch.manual_seed(42)
+        function([t.view_as(t) if t.requires_grad else t for t in map(copied, leaves)])
+    return counter.casts
