@@ -53,8 +53,8 @@ def captured(node: fx.Node) -> Any:
 
 def arguments(node: fx.Node, env: dict[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The node's arguments with values in place of nodes."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])  # type: ignore[arg-type]
-    return args, kwargs  # type: ignore[return-value]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+    return args, kwargs
 
 
 def call(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -98,7 +98,9 @@ def _policy(value: Any) -> Policy | None:
         return value
     if isinstance(value, (str, Path)):
         return Policy.load(value)
-    raise OptionError(f"policy={value!r} is not an ampgraph.Policy, a path of a policy file or None")
+    raise OptionError(
+        f"policy={value!r} is not an ampgraph.Policy, a path of a policy file or None"
+    )
 
 
 def _inner(value: Any) -> Any:

@@ -117,9 +117,9 @@ def _occurrence(node: fx.Node, reference: object) -> int:
     return references(node).index(reference)  # type: ignore[arg-type]
 
 
-def _values(decider: "Decider", args: object) -> list[Any]:
+def _values(decider: "Decider", args: Any) -> list[Any]:
     """The operands' values, nested lists flattened (FX lists are not registered pytrees)."""
-    plain = fx.map_arg(args, lambda n: decider.env[n])  # type: ignore[arg-type]
+    plain = fx.map_arg(args, lambda n: decider.env[n])
     return list(pytree.tree_leaves(_unfrozen(plain)))
 
 

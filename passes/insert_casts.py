@@ -4,7 +4,7 @@ One cast for every use while gradients are wanted: a cast shared by n uses would
 gradients in low precision, one cast each sums them in the operand's own. Where no gradient flows
 a cast is shared until something in the graph writes in place.
 
-    linear(x, w)   ->   x_bf16 = _to_copy(x, bf16); w_bf16 = _to_copy(w, bf16); linear(x_bf16, w_bf16)
+    linear(x, w)   ->   x_bf16 = _to_copy(x, bf16); w_bf16 = ...; linear(x_bf16, w_bf16)
 
 The input graph is left alone: Dynamo still reads its placeholders after the backend returns.
 """
@@ -90,6 +90,9 @@ class Inserter:
             new._dynamo_source = node._dynamo_source
         if node in self.plans.of and VALUE in node.meta:
             new.meta[VALUE] = plan.value
+        was, now = captured(node), self.plans.env.get(node)
+        if node.op == "placeholder" and isinstance(was, Tensor) and was.dtype != now.dtype:
+            new.meta[VALUE] = like(was, now.dtype, self.mode)  # a body's operand, now low
         self.env[node] = new
 
     def _member(self, node: fx.Node) -> Any:
@@ -99,7 +102,8 @@ class Inserter:
         whole = self.env[node.args[0]]
         if isinstance(whole, fx.Node) or whole is None:
             return None
-        return node.target(whole, node.args[1])  # type: ignore[operator]
+        reach: Any = node.target
+        return reach(whole, node.args[1])
 
     def _arguments(self, node: fx.Node, plan: Plan) -> tuple[Any, Any]:
         casts: dict[int, list[Cast]] = {}
@@ -117,7 +121,7 @@ class Inserter:
                 new = self._cast_member(node, reference, new, cast)
             return new
 
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), fill)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), fill)
         args, kwargs = _with_literals((args, kwargs), dict(plan.literals))
         args = tuple(dict(plan.positional).get(i, a) for i, a in enumerate(args))
         return args, {**kwargs, **dict(plan.kwargs)}
@@ -127,9 +131,7 @@ class Inserter:
         if not path:
             return self._cast(node, new, value, cast, self._wants_grad(reference))
         if isinstance(new, fx.Node):  # a tuple-valued node: take it apart
-            new = [
-                self._getitem(node, new, i, member) for i, member in enumerate(value)
-            ]
+            new = [self._getitem(node, new, i, member) for i, member in enumerate(value)]
         members = list(new)
         key = path[0].idx
         member_value = pytree.key_get(value, path)
@@ -204,7 +206,7 @@ class Inserter:
             value = operator.attrgetter(str(target))(body)
             target = f"{node.name}_{str(target).strip('_').replace('.', '_')}"
             self.attributes[target] = value
-        args, kwargs = fx.map_arg((inner.args, dict(inner.kwargs)), lambda n: env[n])  # type: ignore[misc]
+        args, kwargs = fx.map_arg((inner.args, dict(inner.kwargs)), lambda n: env[n])
         new = self.graph.create_node(inner.op, target, args, kwargs, f"{node.name}_{inner.name}")
         self._site(new, node)
         new.meta[PASS] = "open_composite"

@@ -1,5 +1,6 @@
 """Follow autocast regions: the nodes that turn it on and off, and the state after each."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +24,7 @@ def is_region(node: fx.Node) -> bool:
     return node.target in (enter_autocast, exit_autocast, *_SETTERS)
 
 
-def step(
-    node: fx.Node, state: AutocastState, entered: dict[fx.Node, Any]
-) -> AutocastState:
+def step(node: fx.Node, state: AutocastState, entered: dict[fx.Node, Any]) -> AutocastState:
     """The state after a region node; `entered` remembers what each entry replaced.
 
     An exit restores the entry's own device only, as torch.autocast does: regions of two device
@@ -36,22 +35,24 @@ def step(
         entered[node] = (device_type, state.devices.get(device_type))
         return state.entering(device_type, dtype, enabled)
     if node.target is exit_autocast:
-        device_type, before = entered[node.args[0]]  # type: ignore[index]
+        device_type, before = entered[node.all_input_nodes[0]]
         return state.setting(
             device_type, before or DeviceState(False, torch.get_autocast_dtype(device_type))
         )
-    if node.target is torch.set_autocast_enabled:
-        device_type, enabled = (("cuda", *node.args) if len(node.args) == 1 else node.args)
-        now = state.devices.get(str(device_type))
-        dtype = now.dtype if now else torch.get_autocast_dtype(str(device_type))
-        return state.setting(str(device_type), DeviceState(bool(enabled), dtype))
-    if node.target is torch.set_autocast_dtype:
-        device_type, dtype = node.args
-        now = state.devices.get(str(device_type))
-        return state.setting(
-            str(device_type), DeviceState(bool(now and now.enabled), dtype)  # type: ignore[arg-type]
-        )
+    if node.target in (torch.set_autocast_enabled, torch.set_autocast_dtype):
+        return _set(node, state)
     return state
+
+
+def _set(node: fx.Node, state: AutocastState) -> AutocastState:
+    """After `torch.set_autocast_enabled(device, flag)` or `torch.set_autocast_dtype(device, dtype)`."""
+    values: list[Any] = list(node.args) if len(node.args) == 2 else ["cuda", *node.args]
+    device_type, value = str(values[0]), values[1]
+    default = DeviceState(False, torch.get_autocast_dtype(device_type))
+    now = state.devices.get(device_type, default)
+    enabling = node.target is torch.set_autocast_enabled
+    changed = {"enabled": bool(value)} if enabling else {"dtype": value}
+    return state.setting(device_type, replace(now, **changed))
 
 
 def _entry(node: fx.Node) -> tuple[str, torch.dtype | None, bool]:

@@ -9,11 +9,14 @@ os.environ.setdefault("AMPGRAPH_VERIFY", "full")
 import pytest
 import torch
 
+from ampgraph import backend
+
 
 @pytest.fixture(autouse=True)
 def fresh_torch() -> Iterator[None]:
-    """Each test starts from the same seed and compiles everything itself."""
+    """Each test starts from the same seed, compiles everything itself and is warned anew."""
     torch.manual_seed(0)
+    backend._warned.clear()
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

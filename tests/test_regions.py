@@ -244,9 +244,7 @@ def test_dtypes_of_outputs(
     compiled = (
         ampgraph.compile(wide, outputs=outputs, inner="eager")
         if door == "compile"
-        else torch.compile(
-            wide, backend="ampgraph", options={"inner": "eager", "outputs": outputs}
-        )
+        else torch.compile(wide, backend="ampgraph", options={"inner": "eager", "outputs": outputs})
     )
     with torch.autocast("cpu", dtype=BF16, enabled=around):
         out = compiled(*pair)
