@@ -1,23 +1,26 @@
-"""autograd.Function, custom_fwd and custom_bwd, and custom operators with rules and without."""
+"""autograd.Function, with custom_fwd and custom_bwd and without."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support import BF16, FP16, FP32, assert_like_eager, assert_same, autocast, dtypes, gradients
-from support import ops
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import custom_bwd, custom_fwd
 from torch.autograd import Function
 
 import ampgraph
-from ampgraph.graph import CAST
+from support import (
+    BF16,
+    FP32,
+    assert_like_eager,
+    autocast,
+    dtypes,
+    gradients,
+)
 
 # Dynamo makes one to stand for the context (torch 2.13).
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
-SEEN: list[tuple[str, torch.dtype]] = []
 
 
 class Plain(Function):
@@ -213,6 +216,6 @@ def test_mixed_dtypes_in_backward_are_repaired(inner: str, pair: tuple[Tensor, T
         low.sum().backward()
     compiled = ampgraph.compile(program, inner=inner)
     out, grads = gradients(lambda: compiled(*pair), leaves)
-    want, want_grads = gradients(lambda: around(Plain)(*pair), leaves)
+    _, want_grads = gradients(lambda: around(Plain)(*pair), leaves)
     assert dtypes([out, grads]) == [BF16, FP32, FP32], "low forward, fp32 gradients"
     torch.testing.assert_close(grads, want_grads, rtol=0.1, atol=0.1)

@@ -1,10 +1,12 @@
-"""Custom operators: autocast's registered rules and our own are kept, others follow their inputs."""
+"""Custom operators: autocast's registered rules and ours are kept, others follow their inputs."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+import ampgraph
 from support import (
     BF16,
     FP16,
@@ -16,9 +18,6 @@ from support import (
     ops,
     weigh,
 )
-from torch import Tensor, nn
-
-import ampgraph
 
 SEEN: list[tuple[torch.dtype, torch.dtype]] = []
 
@@ -67,9 +66,8 @@ class Gate(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def nothing_seen() -> Iterator[None]:
+def nothing_seen() -> None:
     SEEN.clear()
-    yield
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import BF16, FP16, FP32, assert_like_eager, assert_same, autocast, bodies, dtypes
-from support import gradients, leaves_of, ops
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
@@ -16,6 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 import ampgraph
 from ampgraph.graph import CAST
+from support import (
+    BF16,
+    FP16,
+    FP32,
+    assert_like_eager,
+    assert_same,
+    autocast,
+    bodies,
+    gradients,
+    leaves_of,
+    ops,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -33,7 +43,7 @@ def compiled_plainly(function: Callable[..., Any], **options: Any) -> Any:
     return torch.compile(function, backend="ampgraph", options=options)
 
 
-# --- checkpoint ------------------------------------------------------------------------------------
+# --- checkpoint ---
 
 
 class Deep(nn.Module):
@@ -98,7 +108,7 @@ def test_checkpoint_with_kwargs_and_a_nontensor() -> None:
     assert_like_eager(program, args)
 
 
-# --- cond ------------------------------------------------------------------------------------------
+# --- cond ---
 
 
 def low_or_high(x: Tensor, w: Tensor) -> Tensor:
@@ -145,7 +155,7 @@ def test_cond_with_gradients(sign: float, inner: str) -> None:
     assert_casts_inside(compiled)
 
 
-# --- loops -----------------------------------------------------------------------------------------
+# --- loops ---
 
 
 @pytest.mark.parametrize("door", [compiled_plainly, ampgraph.compile])
@@ -268,7 +278,7 @@ def test_map(door: Callable[..., Any]) -> None:
     assert_casts_inside(compiled)
 
 
-# --- nested compile regions ------------------------------------------------------------------------
+# --- nested compile regions ---
 
 
 class Repeated(nn.Module):
@@ -306,7 +316,7 @@ def test_nested_compile_region_captured_plainly() -> None:
     assert_same(compiled(x), want)
 
 
-# --- flex_attention --------------------------------------------------------------------------------
+# --- flex_attention ---
 
 
 def test_flex_attention_takes_mixed_dtypes() -> None:

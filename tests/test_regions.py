@@ -7,13 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from support import BF16, FP16, FP32, ambient, assert_like_eager, assert_same, autocast, counted
-from support import dtypes, gradients, ops
 from torch import Tensor, fx, nn
 
 import ampgraph
 from ampgraph import backend
 from ampgraph.errors import AmpgraphWarning
+from support import (
+    BF16,
+    FP16,
+    FP32,
+    ambient,
+    assert_like_eager,
+    assert_same,
+    autocast,
+    counted,
+    dtypes,
+    gradients,
+    ops,
+)
 
 AMBIENT = {"inner": "eager", "dtype": "ambient"}
 INNERS = ("eager", "aot_eager", "inductor")
@@ -24,7 +35,7 @@ def pair() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 4), torch.randn(4, 4)
 
 
-# --- regions inside the program -------------------------------------------------------------------
+# --- regions inside the program ---
 
 
 def nested(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -161,7 +172,7 @@ def test_innermost_region_is_named_in_the_decisions(pair: tuple[Tensor, Tensor])
     assert found["aten.matmul", BF16] == 3, f"a, c and the last of bf16: {found}"
 
 
-# --- the caller's region ---------------------------------------------------------------------------
+# --- the caller's region ---
 
 
 def visit(call: Callable[[], Tensor]) -> list[torch.dtype]:
@@ -260,7 +271,7 @@ def test_original_outputs_under_autocast_are_those_of_the_capture(
     assert dtypes(compiled(*pair)) == [BF16, torch.float64], "captured under autocast: bf16 already"
 
 
-# --- backward --------------------------------------------------------------------------------------
+# --- backward ---
 
 
 class Head(nn.Module):
@@ -303,7 +314,7 @@ def test_backward_follows_forward(inner: str, inside: bool, dtype: torch.dtype) 
     assert not ambient(), "nothing stays on"
 
 
-# --- what is downstream of us sees no autocast ----------------------------------------------------
+# --- what is downstream of us sees no autocast ---
 
 
 @pytest.mark.parametrize("door", ["compile", "backend"])

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import BF16, assert_like_eager, ops
 from torch import Tensor, func
+
+from support import BF16, assert_like_eager, ops
 
 # Loading forward mode's decompositions scripts them (torch 2.13).
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
