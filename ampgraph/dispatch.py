@@ -302,14 +302,19 @@ def carry_out(
     kwargs: Mapping[str, Any],
     cast: Callable[[Tensor, torch.dtype], Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments with the verdict's casts made, keywords set and constants clamped."""
+    """The call's arguments with the verdict's casts made, keywords set and constants clamped.
+
+    The last argument is cast first, as in `ampgraph.graph.cast_order`.
+    """
 
     def one(leaf: object) -> object:
         if isinstance(leaf, Tensor) and id(leaf) in verdict.casts:
             return cast(leaf, verdict.casts[id(leaf)])
         return leaf
 
-    new_args, new_kwargs = pytree.tree_map(one, (tuple(args), dict(kwargs)))
+    cast_kwargs = {name: pytree.tree_map(one, kwargs[name]) for name in reversed(kwargs)}
+    new_kwargs = {name: cast_kwargs[name] for name in kwargs}
+    new_args = tuple(reversed([pytree.tree_map(one, arg) for arg in reversed(args)]))
     names = [a.name for a in verdict.op._schema.arguments]
     for name, value in {**verdict.kwargs, **verdict.clamp}.items():
         position = names.index(name)

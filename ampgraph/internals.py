@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -100,8 +101,23 @@ def is_composite(op: OpOverload, device_type: str) -> bool:
 
 
 def composite_kernel(op: OpOverload) -> Callable[..., Any]:
-    """The op's CompositeImplicitAutograd kernel."""
-    return op.decompose
+    """The op's CompositeImplicitAutograd kernel, as eager torch runs it.
+
+    `decompose` would prefer a Python kernel where there is one, for symbolic shapes. Thirty ops
+    have one, and some make other ops than the C++ does: `matmul.out` calls mm, which autocast
+    casts, and not `mm.out`, which it leaves alone (torch/_decomp/decompositions.py).
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        symbolic = any(
+            isinstance(leaf, torch.Tensor) and leaf._has_symbolic_sizes_strides
+            for leaf in pytree.tree_leaves((args, kwargs))
+        )
+        if symbolic:
+            return op.decompose(*args, **kwargs)
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return run
 
 
 def ambient_autocast() -> dict[str, torch.dtype]:

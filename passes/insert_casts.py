@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.graph import CAST, PASS, VALUE, captured, like, references
+from ampgraph.graph import CAST, PASS, VALUE, captured, cast_order, like, references
 from ampgraph.internals import FakeTensorMode
 from ampgraph.passes.plan import Cast, Plan, Plans
 
@@ -106,9 +106,7 @@ class Inserter:
         return reach(whole, node.args[1])
 
     def _arguments(self, node: fx.Node, plan: Plan) -> tuple[Any, Any]:
-        casts: dict[int, list[Cast]] = {}
-        for cast in plan.casts:
-            casts.setdefault(cast.at[0], []).append(cast)
+        made = self._cast_operands(node, plan)
         bodies = dict(plan.bodies)
         count = iter(range(1 << 30))
 
@@ -116,15 +114,24 @@ class Inserter:
             index = next(count)
             if index in bodies:
                 return self._body(reference, bodies[index])
-            new = self.env[reference]
-            for cast in casts.get(index, ()):
-                new = self._cast_member(node, reference, new, cast)
-            return new
+            return made[index] if index in made else self.env[reference]
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), fill)
         args, kwargs = _with_literals((args, kwargs), dict(plan.literals))
         args = tuple(dict(plan.positional).get(i, a) for i, a in enumerate(args))
         return args, {**kwargs, **dict(plan.kwargs)}
+
+    def _cast_operands(self, node: fx.Node, plan: Plan) -> dict[int, Any]:
+        """The operands that are cast, by occurrence, made in the order in which autocast does."""
+        casts: dict[int, list[Cast]] = {}
+        for cast in plan.casts:
+            casts.setdefault(cast.at[0], []).append(cast)
+        made: dict[int, Any] = {}
+        for index, reference in cast_order(node) if casts else ():
+            for cast in casts.get(index, ()):
+                new = made.get(index, self.env[reference])
+                made[index] = self._cast_member(node, reference, new, cast)
+        return made
 
     def _cast_member(self, node: fx.Node, reference: fx.Node, new: Any, cast: Cast) -> Any:
         path, value = cast.at[1], self.plans.env[reference]
