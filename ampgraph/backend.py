@@ -117,7 +117,7 @@ def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
         grad=torch.is_grad_enabled(),
     )
     if options.strict:
-        check_strict(result.after, options.inner)
+        check_strict(result.after, result.decisions, options.inner)
     for row in result.decisions:
         log.debug("%s: %s in %s (%s)", row.node, row.op, row.dtype, row.because)
     for note in result.notes:

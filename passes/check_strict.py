@@ -1,9 +1,97 @@
-"""Check that Inductor can be bit-equal to eager autocast on a graph, or say where it cannot."""
+"""Check that the inner backend can be bit-equal to eager autocast on a graph, or say where not.
 
+Inductor keeps fused intermediates in float32 unless `emulate_precision_casts` is on; with it every
+low-precision value is rounded as eager rounds it, but its own vectorised exp or sum still differ
+from eager's in the last bit. So strict mode is a list of what was seen to be equal: each op below
+was compared with eager on CPU, the unary ones on all 65,536 values of bfloat16 and float16
+(torch 2.13; `tests/test_strict.py` repeats it). Everything else is refused by name.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+
+from ampgraph.decision import Decision
+from ampgraph.errors import StrictError
+from ampgraph.graph import captured, op_name
+from ampgraph.oplists.strict import EXACT, EXACT_LOW, EXACT_WITH_FITTING_SCALAR
+from ampgraph.verify import graphs
+
+_ALWAYS_EXACT = ("eager", "aot_eager")  # run eager's own kernels, one op at a time
+_SINCE = (2, 13)  # where Inductor's C++ code began to honour emulate_precision_casts
 
 
-def check_strict(gm: fx.GraphModule, inner: Any) -> None:
-    """To be filled."""
+def check_strict(gm: fx.GraphModule, rows: tuple[Decision, ...], inner: Any) -> None:
+    """Raise StrictError, naming the op and its line, where bit-equality cannot be promised."""
+    if inner in _ALWAYS_EXACT:
+        return
+    if inner != "inductor":
+        raise StrictError(
+            f"nothing is known of the backend {inner!r}",
+            cure=f"use inner='inductor' or one of {', '.join(_ALWAYS_EXACT)}",
+        )
+    _check_place(gm)
+    for row in rows:
+        _refuse(row.op, _why_not(row), f"node {row.node}, {row.source}")
+    for graph in graphs(gm):
+        for node in graph.graph.nodes:
+            _refuse(op_name(node.target), _rounded_scalar(node), f"node {node.name}")
+
+
+def _refuse(op: str, why: str | None, where: str) -> None:
+    if why:
+        raise StrictError(
+            f"{op} {why}",
+            where=where,
+            cure="leave strict=False for this function, or use inner='aot_eager', which runs "
+            "eager's own kernels",
+        )
+
+
+def _check_place(gm: fx.GraphModule) -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    devices = {t.device.type for t in _inputs(gm)}
+    if devices - {"cpu"}:
+        raise StrictError(
+            f"Inductor on {', '.join(sorted(devices - {'cpu'}))} has not been compared with eager",
+            cure="use inner='aot_eager'",
+        )
+    if version < _SINCE:
+        raise StrictError(
+            f"torch {torch.__version__}'s Inductor rounds differently on CPU",
+            cure="use torch 2.13 or newer, or inner='aot_eager'",
+        )
+
+
+def _inputs(gm: fx.GraphModule) -> Iterator[Tensor]:
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder" and isinstance(value, Tensor):
+            yield value
+
+
+def _why_not(row: Decision) -> str | None:
+    """Why an op may differ from eager in a last bit, None where it does not."""
+    name = row.op.partition(".")[2]
+    if name in EXACT | EXACT_WITH_FITTING_SCALAR or row.dtype is None:
+        return None
+    if name not in EXACT_LOW:
+        return "is not among the ops whose Inductor code was compared with eager's"
+    if row.dtype in (torch.bfloat16, torch.float16):
+        return None
+    return "in float32 differs from eager in the last bit"
+
+
+def _rounded_scalar(node: fx.Node) -> str | None:
+    """Why a number in low-precision arithmetic is rounded in eager and not by Inductor."""
+    name = op_name(node.target).rpartition(".")[2].strip("_").removeprefix("i")
+    value = captured(node)
+    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    if (name not in EXACT_WITH_FITTING_SCALAR and name != "truediv") or not low:
+        return None
+    for number in node.args:
+        if isinstance(number, float) and torch.tensor(number, dtype=value.dtype).item() != number:
+            return f"with {number}, which {value.dtype} does not hold, is rounded differently"
+    return None
