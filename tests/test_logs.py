@@ -12,10 +12,11 @@ model(torch.randn(2, 4))
 """
 
 
-def logs(setting: str) -> str:
+def logs(setting: str | None) -> str:
+    rest = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        env={**os.environ, "TORCH_LOGS": setting},
+        env=rest | ({"TORCH_LOGS": setting} if setting else {}),
         capture_output=True,
         text=True,
         check=True,
@@ -38,4 +39,4 @@ def test_one_module_can_be_asked() -> None:
 
 
 def test_quiet_by_default() -> None:
-    assert "ampgraph" not in logs("")
+    assert "ampgraph" not in logs(None)
