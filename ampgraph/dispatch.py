@@ -330,6 +330,14 @@ class DataDependentError(Exception):
 
 
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _depends_on_elements(op: OpOverload, inputs: Sequence[Tensor]) -> bool:
+    """Whether the op's result has a size or a value that only its elements tell."""
+    if op is torch.ops.aten.index.Tensor:  # tagged for its masks; integers select a known size
+        return any(t.dtype in _MASKS for t in inputs[1:])
+    return any(tag in op.tags for tag in _DATA_DEPENDENT)
 
 
 @dataclass
@@ -408,7 +416,7 @@ class Listener(PreDispatchMode):
 
     def _run(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         new_args, new_kwargs = self._carried_out(call, args, kwargs)
-        if any(tag in call.op.tags for tag in _DATA_DEPENDENT):
+        if _depends_on_elements(call.op, call.inputs):
             raise DataDependentError(call.op.name())
         try:
             return call.verdict.op(*new_args, **new_kwargs)

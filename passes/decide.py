@@ -255,7 +255,7 @@ class Decider:
                 return leaf
             return like(leaf, table[leaf.dtype], self.mode)
 
-        return pytree.tree_map(one, captured(node))
+        return fresh(pytree.tree_map(one, captured(node)), self.mode)
 
     # constants that do not fit -----------------------------------------------------------------
 

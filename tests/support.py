@@ -111,10 +111,14 @@ def assert_like_eager(
     return compiled
 
 
+def op_rows(compiled: object) -> list[ampgraph.Decision]:
+    """The decisions of all graphs compiled so far."""
+    return [row for record in records_of(compiled) for row in record.rewritten.decisions]
+
+
 def ops(compiled: object) -> Counter[tuple[str, torch.dtype | None]]:
     """How many ops of each name compute in each dtype, in all graphs compiled so far."""
-    rows = [row for record in records_of(compiled) for row in record.rewritten.decisions]
-    return Counter((row.op, row.dtype) for row in rows)
+    return Counter((row.op, row.dtype) for row in op_rows(compiled))
 
 
 def casts(compiled: object) -> int:
