@@ -238,7 +238,8 @@ def eager(model: nn.Module) -> Module:
 
 def mixed(model: nn.Module) -> Module:
     """bf16 where autocast would use it; the weights and the optimizer stay in fp32."""
-    return ampgraph.compile(model, dtype=torch.bfloat16, inner=inner())
+    compiled: Module = ampgraph.compile(model, dtype=torch.bfloat16, inner=inner())
+    return compiled
 
 
 def plain_step(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -268,7 +269,8 @@ def fit(
 def accuracy(forward: Module, data: list[Tensor]) -> float:
     """The share of images whose likeliest label is the right one."""
     images, labels = data
-    return (forward(images).argmax(1) == labels).float().mean().item()
+    right: Tensor = forward(images).argmax(1) == labels
+    return right.float().mean().item()
 
 
 if __name__ == "__main__":
