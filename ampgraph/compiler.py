@@ -82,11 +82,15 @@ class Door:
 class AutocastModule(OptimizedModule):
     """What torch.compile returns for a module, called inside the region."""
 
-    _opt_mod_attributes = OptimizedModule._opt_mod_attributes | {"_ampgraph_door"}
     _ampgraph_door: Door
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._ampgraph_door.call(super().__call__, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as what it was made from; the copy compiles its own module."""
+        door = self._ampgraph_door
+        return _compile, (self._orig_mod, door.options, dict(door.torch_kwargs))
 
 
 def compile(
@@ -132,7 +136,8 @@ def _compile(model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> A
     compiled = door.compiled
     if isinstance(compiled, OptimizedModule):
         compiled.__class__ = AutocastModule
-        compiled._ampgraph_door = door
+        # past OptimizedModule's own __setattr__, which would write it on the user's module
+        object.__setattr__(compiled, "_ampgraph_door", door)
         return compiled
 
     @functools.wraps(compiled)
