@@ -127,7 +127,7 @@ def compile(
     asked |= {"outputs": outputs or "autocast", "strict": strict}
     parsed = Options.parse({**asked, **(options or {})})
     if model is None:
-        return lambda function: _compile(function, parsed, torch_compile_kwargs)
+        return functools.partial(_compile, options=parsed, torch_kwargs=torch_compile_kwargs)
     return _compile(model, parsed, torch_compile_kwargs)
 
 

@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 
 from ampgraph.errors import BannedOpError
 from ampgraph.internals import (
-    DATA_DEPENDENT_ERRORS,
     OpOverload,
     PreDispatchMode,
     composite_kernel,
     is_composite,
+    needs_elements,
+    schema_of,
 )
 from ampgraph.oplists import append_target
 from ampgraph.oplists.one_dtype import NORMS, ONE_DTYPE
@@ -119,7 +120,7 @@ def _module_verdict(op: OpOverload, inputs: Sequence[Tensor], law: Law) -> Verdi
 
 def _aliases(op: OpOverload) -> bool:
     """Whether the op returns or writes its input, so that a cast would cut the alias."""
-    schema = op._schema
+    schema = schema_of(op)
     return schema.is_mutable or any(a.alias_info is not None for a in schema.arguments)
 
 
@@ -190,7 +191,7 @@ def _set_dtype(
     op: OpOverload, inputs: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, object]:
     """`dtype=float32` where the caller gave none and the first tensor is not fp32 already."""
-    position = [a.name for a in op._schema.arguments].index("dtype")
+    position = [a.name for a in schema_of(op).arguments].index("dtype")
     given = args[position] if position < len(args) else kwargs.get("dtype")
     first = inputs[0]
     if given is not None or first.dtype == FP32 or not eligible(first, first.device.type):
@@ -228,12 +229,12 @@ def _too_big(
     if names is None or low is None:
         return None
     limit = torch.finfo(low).max
-    given = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+    given = {a.name: v for a, v in zip(schema_of(op).arguments, args, strict=False)} | dict(kwargs)
     big = {n: v for n, v in given.items() if n in names and _is_finite_beyond(v, limit)}
     if not big:
         return None
     told = ", ".join(f"{n}={v:g}" for n, v in big.items())
-    if op._schema.is_mutable:
+    if schema_of(op).is_mutable:
         clamp = {n: max(-limit, min(limit, float(v))) for n, v in big.items()}
         because = f"{told} does not fit {low}: clamped to its largest finite value"
         return Verdict(op, "constant", because, clamp=clamp)
@@ -265,7 +266,7 @@ def _wide_parameters(
     found = {t.dtype for t in others}
     if not others or found == {FP32} or found == {first.dtype} or first.dtype == torch.float64:
         return None
-    given = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+    given = {a.name: v for a, v in zip(schema_of(op).arguments, args, strict=False)} | dict(kwargs)
     kept = tensors([given.get("running_mean"), given.get("running_var")])
     dtype = kept[0].dtype if kept else FP32
     wrong = [t for t in (others if dtype == FP32 else [first, *others]) if t.dtype != dtype]
@@ -287,8 +288,8 @@ def repair(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ve
 
 
 def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    given = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
-    for argument in op._schema.arguments:
+    given = {a.name: v for a, v in zip(schema_of(op).arguments, args, strict=False)} | dict(kwargs)
+    for argument in schema_of(op).arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors(given.get(argument.name))
 
@@ -312,10 +313,10 @@ def carry_out(
             return cast(leaf, verdict.casts[id(leaf)])
         return leaf
 
-    cast_kwargs = {name: pytree.tree_map(one, kwargs[name]) for name in reversed(kwargs)}
+    cast_kwargs = {name: pytree.tree_map(one, kwargs[name]) for name in reversed(list(kwargs))}
     new_kwargs = {name: cast_kwargs[name] for name in kwargs}
     new_args = tuple(reversed([pytree.tree_map(one, arg) for arg in reversed(args)]))
-    names = [a.name for a in verdict.op._schema.arguments]
+    names = [a.name for a in schema_of(verdict.op).arguments]
     for name, value in {**verdict.kwargs, **verdict.clamp}.items():
         position = names.index(name)
         if position < len(new_args):
@@ -401,6 +402,10 @@ class Listener(PreDispatchMode):
         try:
             with self:
                 out = composite_kernel(call.op)(*new_args, **new_kwargs)
+        except RuntimeError as error:
+            if needs_elements(error):
+                raise DataDependentError(call.op.name()) from error
+            raise
         finally:
             self.calls = outer
         if call.verdict.acts and not any(inner.acts for inner in call.inner):
@@ -420,9 +425,9 @@ class Listener(PreDispatchMode):
             raise DataDependentError(call.op.name())
         try:
             return call.verdict.op(*new_args, **new_kwargs)
-        except DATA_DEPENDENT_ERRORS as error:
-            raise DataDependentError(call.op.name()) from error
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError) as error:
+            if needs_elements(error):
+                raise DataDependentError(call.op.name()) from error
             mended = repair(call.op, args, kwargs) if not call.verdict.acts else None
             if mended is None:
                 raise

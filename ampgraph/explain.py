@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,8 +15,10 @@ from ampgraph.compiler import Door
 from ampgraph.internals import (
     OptimizedModule,
     aot_backend,
+    buffers_of,
     compilations,
     generous_recompile_limit,
+    original_module,
 )
 from ampgraph.options import Options
 from ampgraph.report import GraphBreak, Report, SkippedFrame
@@ -92,7 +94,7 @@ def _captured_by(
 
 def _original(model: Any) -> Any:
     if isinstance(model, OptimizedModule):
-        return model._orig_mod
+        return original_module(model)
     return getattr(model, "_torchdynamo_orig_callable", model)
 
 
@@ -126,7 +128,7 @@ def _backward(out: Any) -> None:
 
 
 @contextlib.contextmanager
-def _untouched(model: Any, args: Any, kwargs: Any) -> Iterator[None]:
+def _untouched(model: Any, args: Any, kwargs: Any) -> Generator[None]:
     """Give back buffers, gradients, arguments and random state as they were."""
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     modules = _modules(model)
@@ -136,7 +138,7 @@ def _untouched(model: Any, args: Any, kwargs: Any) -> Iterator[None]:
         (owner, name, t, None if t is None else t.detach().clone())
         for m in modules
         for owner in m.modules()
-        for name, t in owner._buffers.items()
+        for name, t in buffers_of(owner).items()
     ]
     contents = [(t, t.detach().clone()) for t in given]
     for t in leaves:
@@ -153,7 +155,7 @@ def _give_back(grads: Any, buffers: Any, contents: Any) -> None:
         tensor.grad = grad
     with torch.no_grad():
         for owner, name, tensor, was in buffers:
-            owner._buffers[name] = tensor
+            buffers_of(owner)[name] = tensor
             if tensor is not None and not _same(tensor, was):
                 tensor.copy_(was)
         for tensor, was in contents:

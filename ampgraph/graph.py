@@ -3,7 +3,7 @@
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.internals import FakeTensorMode, detect_fake_mode, is_functorch_wrapped
+from ampgraph.internals import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    detect_fake_mode,
+    is_functorch_wrapped,
+    schema_of,
+)
 
 VALUE = "example_value"  # where Dynamo keeps a node's fake value
 CAST = "ampgraph_cast"  # marks the casts this compiler inserted, with the node they serve
@@ -106,7 +113,7 @@ def like(value: Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> Tensor:
         return torch.empty_like(value, dtype=dtype).requires_grad_(value.requires_grad)
 
 
-_PLAIN = (torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor)
+_PLAIN = (torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode:
@@ -116,7 +123,7 @@ def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode:
 
 
 @contextlib.contextmanager
-def no_guards(mode: FakeTensorMode) -> Iterator[None]:
+def no_guards(mode: FakeTensorMode) -> Generator[None]:
     """Run fake ops without leaving traces in the capture's shape environment."""
     env = mode.shape_env
     with contextlib.ExitStack() as stack:
@@ -162,8 +169,8 @@ def _module_path(path: str) -> str:
 
 def op_name(target: Any) -> str:
     """A readable name for a node's target: `aten.linear`, `cond`, `getitem`."""
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{target._schema.name.split('::')[1]}"
+    if isinstance(target, OpOverload):
+        return f"{target.namespace}.{schema_of(target).name.split('::')[1]}"
     return getattr(target, "__name__", str(target))
 
 

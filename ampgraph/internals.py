@@ -3,17 +3,20 @@
 Nothing is patched; what is imported here may move, and then this is the one file to mend.
 """
 
+# The one file that may touch private names, some of which torch's stubs do not know.
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
 import contextlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext, innermost_backend
+from torch._dynamo.exc import TorchRuntimeError
 from torch._guards import detect_fake_mode
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -31,7 +34,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -43,8 +45,6 @@ __all__ = [
     "ambient_autocast",
     "autocast_kernels",
     "autocast_off_at_run_time",
-    "autocast_schema",
-    "call_is_autocast_region",
     "compile_context_of",
     "compile_wrapper_in_caller",
     "composite_kernel",
@@ -57,6 +57,7 @@ __all__ = [
     "is_composite",
     "make_fx",
     "name_of",
+    "needs_elements",
     "op_names",
     "overloads_of",
     "pre_dispatch",
@@ -65,8 +66,6 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
-# What fake tensors raise where a result depends on elements that they do not have.
-DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 enter_autocast = _enter_autocast
 exit_autocast = _exit_autocast
 
@@ -83,7 +82,7 @@ class PreDispatchMode(SchemaCheckMode):
 
 
 @contextlib.contextmanager
-def pre_dispatch(mode: PreDispatchMode) -> Iterator[None]:
+def pre_dispatch(mode: PreDispatchMode) -> Generator[None]:
     """Run the ops called inside through `mode`, composites still whole."""
     with enable_python_dispatcher(), mode:
         yield
@@ -120,6 +119,12 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any]:
     return run
 
 
+def needs_elements(error: Exception) -> bool:
+    """Whether a fake tensor was asked for elements, by the dispatcher or by a C++ kernel."""
+    asked = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    return asked or "its data is not allocated yet" in str(error)
+
+
 def ambient_autocast() -> dict[str, torch.dtype]:
     """The device types whose autocast is on now, each with its dtype."""
     return {
@@ -135,7 +140,7 @@ def disable_autocast() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def autocast_off_at_run_time() -> Iterator[None]:
+def autocast_off_at_run_time() -> Generator[None]:
     """Compile with no autocast, into code that also turns the caller's autocast off when it runs.
 
     AOTAutograd wraps forward and backward in `_DisableAutocast` where `_is_any_autocast_enabled()`
@@ -193,13 +198,13 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
 
 def name_of(op: OpOverload) -> str:
     """The dispatcher's name: "aten::softmax.int", and "aten::linear" for the default overload."""
-    name: str = op.name()  # type: ignore[no-untyped-call]
+    name: str = op.name()
     return name
 
 
 def overloads_of(packet: OpOverloadPacket) -> dict[str, OpOverload]:
     """The overloads of an op by their names, "default" among them."""
-    names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    names: list[str] = packet.overloads()
     return {name: getattr(packet, name) for name in names}
 
 
@@ -301,8 +306,8 @@ def is_functorch(target: object) -> bool:
 
 def functorch_unwrapped(value: torch.Tensor) -> torch.Tensor:
     """The tensor inside the wrapper of a level that has ended, any other tensor as it is."""
-    inside = torch._C._functorch.is_dead_tensor_wrapper(value)
-    return torch._C._functorch.get_unwrapped(value) if inside else value
+    functorch: Any = torch._C._functorch
+    return functorch.get_unwrapped(value) if functorch.is_dead_tensor_wrapper(value) else value
 
 
 def is_functorch_wrapped(value: torch.Tensor) -> bool:
@@ -317,7 +322,7 @@ def functorch_level() -> int:
 
 
 @contextlib.contextmanager
-def functorch_unwound() -> Iterator[None]:
+def functorch_unwound() -> Generator[None]:
     """Close the functorch levels that the block opened and, because of an error, left open."""
     depth = functorch_level()
     try:
@@ -328,7 +333,7 @@ def functorch_unwound() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_fake_errors() -> Iterator[None]:
+def quiet_fake_errors() -> Generator[None]:
     """Fake tensors log an error for each op that fails; ours are tried on purpose."""
     log = torch._subclasses.fake_tensor.log
     disabled, log.disabled = log.disabled, True
@@ -345,7 +350,7 @@ def dynamo_code_name() -> str:
 
 
 @contextlib.contextmanager
-def compilations() -> Iterator[list[tuple[str, str, str]]]:
+def compilations() -> Generator[list[tuple[str, str, str]]]:
     """Collect the frames Dynamo gave up on inside the block: (name, file:line, reason)."""
     seen = {id(m) for m in torch._dynamo.utils.get_compilation_metrics()}
     failed: list[tuple[str, str, str]] = []
@@ -367,7 +372,7 @@ def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
 
 
 @contextlib.contextmanager
-def generous_recompile_limit() -> Iterator[None]:
+def generous_recompile_limit() -> Generator[None]:
     """Let one more compilation of an often compiled function through."""
     config = torch._dynamo.config
     with config.patch(recompile_limit=max(config.recompile_limit, 512)):
@@ -379,11 +384,40 @@ def aot_backend(look: Callable[[torch.fx.GraphModule], None]) -> Callable[..., A
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
+    def forward(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
     def backward(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         look(gm)
         return make_boxed_func(gm.forward)
 
-    found: Callable[..., Any] = aot_autograd(
-        fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward), bw_compiler=backward
-    )
+    found: Callable[..., Any] = aot_autograd(fw_compiler=forward, bw_compiler=backward)
     return found
+
+
+def original_module(compiled: OptimizedModule) -> torch.nn.Module:
+    """The module that torch.compile wrapped."""
+    return compiled._orig_mod
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own buffers, in the dict it keeps them in."""
+    return module._buffers
+
+
+def inductor_options() -> list[str]:
+    """The names of Inductor's own options."""
+    return list(torch._inductor.list_options())
+
+
+def new_graph_like(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """An empty graph with the signature of another (its codegen is shared: it knows no nodes)."""
+    new = torch.fx.Graph(tracer_cls=graph._tracer_cls)
+    new._codegen = graph._codegen
+    return new
+
+
+def copy_dynamo_source(old: torch.fx.Node, new: torch.fx.Node) -> None:
+    """Where Dynamo found an input: AOTAutograd reads it from the placeholder itself."""
+    if hasattr(old, "_dynamo_source"):
+        new._dynamo_source = old._dynamo_source

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ampgraph.backend import device_type_of, entry_state
 from ampgraph.errors import UnsupportedGraphError
 from ampgraph.graph import op_name
-from ampgraph.internals import FakeTensorMode, ambient_autocast, detect_fake_mode
+from ampgraph.internals import FakeTensorMode, ambient_autocast, detect_fake_mode, new_graph_like
 from ampgraph.options import Options
 from ampgraph.passes.inline_modules import inline_modules
 from ampgraph.pipeline import Rewritten, rewrite_graph
@@ -74,7 +74,7 @@ def rewritten(
     )
 
 
-def _refuse(gm: fx.GraphModule) -> None:
+def _refuse(gm: object) -> None:
     if not isinstance(gm, fx.GraphModule):
         raise UnsupportedGraphError(
             f"{type(gm).__name__} is not a torch.fx.GraphModule",
@@ -93,9 +93,8 @@ def _refuse(gm: fx.GraphModule) -> None:
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
+    graph = new_graph_like(gm.graph)
     graph.output(graph.graph_copy(gm.graph, {}))
-    graph._codegen = gm.graph._codegen  # shared: it only knows the signature
     new = fx.GraphModule(gm, graph, type(gm).__name__)
     new.meta = dict(gm.meta)
     new.train(gm.training)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ampgraph.errors import OptionError
-from ampgraph.internals import backend_names
+from ampgraph.internals import backend_names, inductor_options
 from ampgraph.policy import Policy
 
 DTYPES: dict[Any, Any] = {
@@ -119,7 +119,7 @@ def _inner(value: Any) -> Any:
 
 
 def _check_inductor(rest: Mapping[str, Any], inner: Any, ours: list[str]) -> None:
-    valid = torch._inductor.list_options() if rest and inner == "inductor" else []
+    valid = inductor_options() if rest and inner == "inductor" else []
     unknown = [k for k in rest if k.replace("-", "_") not in valid]
     if not unknown:
         return

@@ -12,8 +12,9 @@ only on the op, its arguments' dtypes and the state, all of which are known at t
 
 import contextlib
 import dataclasses
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from ampgraph.graph import (
     source_of,
 )
 from ampgraph.internals import (
+    FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
     disable_autocast,
@@ -46,6 +48,7 @@ from ampgraph.internals import (
     functorch_unwound,
     pre_dispatch,
     quiet_fake_errors,
+    schema_of,
 )
 from ampgraph.oplists.scalars import CARRIERS, FACTORIES, VALUE_SCALARS
 from ampgraph.passes.bodies import plan_higher_order
@@ -108,7 +111,7 @@ class Decider:
         value: Any = operator.attrgetter(str(node.target))(self.gm)
         if not isinstance(value, Tensor):
             return value
-        if isinstance(value, torch._subclasses.FakeTensor):
+        if isinstance(value, FakeTensor):
             return fresh(value, self.mode)
         return fresh(self.mode.from_tensor(value, static_shapes=True), self.mode)
 
@@ -185,7 +188,7 @@ class Decider:
         return self._plan_of_calls(node, here, law, listener.calls, value)
 
     @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> Generator[None]:
         """Fake tensors, no autocast, no autograd, no new guards."""
         with disable_autocast(), torch.no_grad(), no_guards(self.mode), quiet_fake_errors():
             with self.mode:
@@ -194,7 +197,7 @@ class Decider:
     def _plan_of_calls(
         self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call], value: Any
     ) -> Plan:
-        mutates = any(c.op._schema.is_mutable for c in calls)
+        mutates = any(schema_of(c.op).is_mutable for c in calls)
         if not any(c.acts for c in calls):
             rows = (_row(node, calls),) if calls else ()
             return Plan(rows=rows, value=value, mutates=mutates)
@@ -213,9 +216,7 @@ class Decider:
             _row_of(node, op_name(op), verdict.category, verdict.because, dtypes, (), casts)
             for op, verdict, dtypes, casts in found
         )
-        value = pytree.tree_map(
-            lambda n: captured(n) if isinstance(n, fx.Node) else n, _output(body)
-        )
+        value = fx.map_arg(_output(body), captured)
         notes = tuple(f"{r.node}: {r.op} {r.because}" for r in rows if r.category in _NOTED)
         return Plan(
             rows=rows,
@@ -329,16 +330,16 @@ def _as_function(
     places = {(o.index, o.path): i for i, o in enumerate(varying)}
 
     def function(*values: Any) -> Any:
-        count = iter(range(len(places) + len(env) + 1))
+        occurrences = itertools.count()
 
         def fill(reference: fx.Node) -> Any:
-            index = next(count)
-            return pytree.tree_map_with_path(
-                lambda path, leaf: (
-                    values[places[index, tuple(path)]] if (index, tuple(path)) in places else leaf
-                ),
-                env[reference],
-            )
+            index = next(occurrences)
+
+            def one(path: Any, leaf: Any) -> Any:
+                place = places.get((index, tuple(path)))
+                return leaf if place is None else values[place]
+
+            return pytree.tree_map_with_path(one, env[reference])
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), fill)
         return call(node, args, kwargs)
@@ -377,7 +378,7 @@ def _direct(node: fx.Node, here: list[Operand], calls: list[Call]) -> Plan | Non
 
 def _takes_dtype(node: fx.Node, made: Call) -> bool:
     """Whether `dtype=` can be written on the node itself: same name as the op, none given."""
-    return op_name(node.target).rpartition(".")[2] == made.op._schema.name.split("::")[1]
+    return op_name(node.target).rpartition(".")[2] == schema_of(made.op).name.split("::")[1]
 
 
 def _literals(

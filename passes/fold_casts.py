@@ -8,11 +8,13 @@ Only casts that this compiler inserted are removed; a narrowing cast of the user
     f = x.float(); v = f.view(s); c = _to_copy(v, bf16)   ->   c = x.view(s)        (x is bf16)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
 from ampgraph.graph import CAST, PASS, VALUE, captured, like, op_name
-from ampgraph.internals import FakeTensorMode
+from ampgraph.internals import FakeTensorMode, OpOverload, schema_of
 
 VIEWS = frozenset(
     "view reshape transpose permute unsqueeze squeeze flatten expand t contiguous unflatten".split()
@@ -30,7 +32,7 @@ def fold_casts(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> int:
 
 
 def _fold(gm: fx.GraphModule, cast: fx.Node, mode: FakeTensorMode, grad: bool) -> int:
-    dtype = cast.kwargs["dtype"]
+    dtype: Any = cast.kwargs["dtype"]
     chain: list[fx.Node] = []
     source = cast.args[0]
     while isinstance(source, fx.Node) and _is_view(source) and _only_reader(source, grad):
@@ -104,8 +106,8 @@ def _writes(node: fx.Node) -> bool:
     """Whether the node may write in place."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
+    if isinstance(node.target, OpOverload):
+        return schema_of(node.target).is_mutable
     name = op_name(node.target)
     written = name.endswith("_") or name in _WRITERS or "out" in node.kwargs
     return node.op.startswith("call") and (written or bool(node.kwargs.get("inplace")))

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.graph import CAST, PASS, VALUE, captured, cast_order, like, references
-from ampgraph.internals import FakeTensorMode
+from ampgraph.internals import FakeTensorMode, copy_dynamo_source, new_graph_like
 from ampgraph.passes.plan import Cast, Plan, Plans
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
@@ -30,8 +30,7 @@ class Inserter:
 
     def __init__(self, gm: fx.GraphModule, plans: Plans, mode: FakeTensorMode, grad: bool) -> None:
         self.gm, self.plans, self.mode, self.grad = gm, plans, mode, grad
-        self.graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
-        self.graph._codegen = gm.graph._codegen  # shared: it only knows the signature
+        self.graph = new_graph_like(gm.graph)
         self.attributes: dict[str, Any] = {}
         self.env: dict[fx.Node, Any] = {}
         self.shared: dict[Any, fx.Node] = {}
@@ -54,6 +53,8 @@ class Inserter:
     def _keep_requires_grad(self) -> None:
         """Outputs still say whether they need a gradient: invoke_subgraph asks them."""
         before, after = (_outputs(graph) for graph in (self.gm.graph, self.graph))
+        if len(before) != len(after):
+            return  # a tuple-valued output was opened, which bodies and Dynamo's graphs never have
         for old, new in zip(before, after, strict=True):
             was = captured(old) if isinstance(old, fx.Node) else None
             now = captured(new) if isinstance(new, fx.Node) else None
@@ -86,13 +87,13 @@ class Inserter:
         args, kwargs = self._arguments(node, plan)
         new = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         new.meta = copy.copy(node.meta)
-        if hasattr(node, "_dynamo_source"):
-            new._dynamo_source = node._dynamo_source
+        copy_dynamo_source(node, new)
         if node in self.plans.of and VALUE in node.meta:
             new.meta[VALUE] = plan.value
         was, now = captured(node), self.plans.env.get(node)
-        if node.op == "placeholder" and isinstance(was, Tensor) and was.dtype != now.dtype:
-            new.meta[VALUE] = like(was, now.dtype, self.mode)  # a body's operand, now low
+        if node.op == "placeholder" and isinstance(was, Tensor) and isinstance(now, Tensor):
+            if was.dtype != now.dtype:  # a body's operand, now low
+                new.meta[VALUE] = like(was, now.dtype, self.mode)
         self.env[node] = new
 
     def _member(self, node: fx.Node) -> Any:

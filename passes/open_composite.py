@@ -60,7 +60,7 @@ class Opener:
         narrow = self.widened.get(id(tensor), (tensor, tensor))[1]
         if narrow.dtype == dtype:
             return narrow
-        made = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+        made: Tensor = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
             self.widened[id(made)] = (made, tensor)  # kept alive, so that its id stays its own
         return made

@@ -26,7 +26,8 @@ class Plan:
 
     Exactly one of these happens: `erase` the node; put `inline` (a traced composite whose
     placeholders stand for the operands at `inputs`) in its place; or keep it, with `casts` on its
-    operands, `kwargs` set, `literals` (old, new) and `positional` (index, new) arguments replaced and `bodies` in place of the graph modules it names.
+    operands, `kwargs` set, the `literals` (old, new) and `positional` (index, new) arguments
+    replaced, and `bodies` in place of the graph modules it names.
     """
 
     rows: tuple[Decision, ...] = ()

@@ -45,7 +45,7 @@ def step(node: fx.Node, state: AutocastState, entered: dict[fx.Node, Any]) -> Au
 
 
 def _set(node: fx.Node, state: AutocastState) -> AutocastState:
-    """After `torch.set_autocast_enabled(device, flag)` or `torch.set_autocast_dtype(device, dtype)`."""
+    """After torch.set_autocast_enabled(device, flag) or torch.set_autocast_dtype(device, dtype)."""
     values: list[Any] = list(node.args) if len(node.args) == 2 else ["cuda", *node.args]
     device_type, value = str(values[0]), values[1]
     default = DeviceState(False, torch.get_autocast_dtype(device_type))

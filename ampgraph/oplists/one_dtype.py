@@ -13,7 +13,7 @@ def _aten(names: str) -> frozenset[str]:
 ONE_DTYPE = _aten(
     # matrix products, for policies that took them off the lists
     "addbmm addbmm_ addmm addmm_ addmv addmv_ baddbmm baddbmm_ bilinear bmm dot linear matmul mm "
-    "mv vdot inner linalg_multi_dot tensordot "
+    "mv vdot linalg_multi_dot tensordot "
     # convolutions: a bias alone may differ in some of their kernels
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution "
     "_convolution _convolution_mode "
