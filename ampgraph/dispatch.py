@@ -8,6 +8,7 @@ Source of the rules: ATen/autocast_mode.h (`WrapFunction_` of each CastPolicy, `
 `prioritize`), restated here so that they hold for any list, on any device, for any op.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,11 +88,24 @@ def eligible(tensor: Tensor, device_type: str) -> bool:
 
 
 def widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The narrowest dtype that holds all of `dtypes`: fp16 with bf16 is fp32."""
-    found = dtypes[0]
-    for dtype in dtypes[1:]:
-        found = torch.promote_types(found, dtype)
-    return found
+    """The narrowest dtype that holds all of `dtypes`: fp16 with bf16 is fp32.
+
+    As `torch.promote_types`, which is an op, and would stand in the graph that is being traced.
+    """
+    found = set(dtypes)
+    if len(found) == 1:
+        return found.pop()
+    if found <= _FLOATING:
+        return torch.float64 if torch.float64 in found else FP32
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+_FLOATING = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def widens(source: torch.dtype, to: torch.dtype) -> bool:
+    """Whether `to` holds every value of `source`, another dtype, exactly."""
+    return source != to and widest([source, to]) == to
 
 
 def judge(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], law: Law) -> Verdict:
@@ -297,6 +311,22 @@ def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 # --- carrying a verdict out -----------------------------------------------------------------------
 
 
+def cast_order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+    """The positions of the tensors among the arguments, in the order in which autocast casts them.
+
+    The last argument first, the members of a list from its start: autocast's wrapper is C++ whose
+    arguments GCC evaluates from the right. The casts' order is the order in which the gradients of
+    a tensor that is used three times are added up.
+    """
+    found: list[list[int]] = []
+    start = 0
+    for argument in (*args, *kwargs.values()):
+        stop = start + len(tensors(argument))
+        found.append(list(range(start, stop)))
+        start = stop
+    return [position for group in reversed(found) for position in group]
+
+
 def carry_out(
     verdict: Verdict,
     args: Sequence[Any],
@@ -305,7 +335,7 @@ def carry_out(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments with the verdict's casts made, keywords set and constants clamped.
 
-    The last argument is cast first, as in `ampgraph.graph.cast_order`.
+    The last argument is cast first, as `cast_order` says.
     """
 
     def one(leaf: object) -> object:
@@ -348,6 +378,7 @@ class Call:
     op: OpOverload
     verdict: Verdict
     inputs: tuple[Tensor, ...]
+    order: Sequence[int] = ()  # of the inputs, as they are cast
     inner: list["Call"] = field(default_factory=list["Call"])
     dtypes_in: tuple[torch.dtype, ...] = ()
     dtypes_out: tuple[torch.dtype, ...] = ()
@@ -387,7 +418,7 @@ class Listener(PreDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         verdict = judge(func, args, kwargs, self.law)
-        call = Call(func, verdict, tuple(tensors((args, kwargs))))
+        call = Call(func, verdict, tuple(tensors((args, kwargs))), cast_order(args, kwargs))
         self.calls.append(call)
         if verdict.category in (Category.FOLLOW, REPAIR) and opens(func, call.inputs):
             out = self._inside(call, args, kwargs)

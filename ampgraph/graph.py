@@ -44,23 +44,6 @@ def references(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def cast_order(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The node's references with their occurrence, in the order in which autocast casts them.
-
-    The last argument first, the members of a list from its start: torch's wrapper is C++ whose
-    arguments GCC evaluates from the right. The casts' order is the order in which the gradients of
-    a tensor that is used three times are added up.
-    """
-    groups: list[list[tuple[int, fx.Node]]] = []
-    index = 0
-    for argument in (*node.args, *node.kwargs.values()):
-        found: list[fx.Node] = []
-        fx.map_arg(argument, found.append)
-        groups.append(list(enumerate(found, index)))
-        index += len(found)
-    return [pair for group in reversed(groups) for pair in group]
-
-
 def operands(node: fx.Node, env: dict[fx.Node, Any]) -> list[Operand]:
     """Every leaf value that reaches the node, by occurrence."""
     found: list[Operand] = []

@@ -53,7 +53,7 @@ from ampgraph.internals import (
 from ampgraph.oplists.scalars import CARRIERS, FACTORIES, VALUE_SCALARS
 from ampgraph.passes.bodies import plan_higher_order
 from ampgraph.passes.open_composite import open_composite
-from ampgraph.passes.plan import Cast, Plan, Plans
+from ampgraph.passes.plan import Cast, Plan, Plans, Position
 from ampgraph.passes.regions import is_region, step
 from ampgraph.passes.transforms import transformed
 from ampgraph.policy import Category, Policy
@@ -354,14 +354,14 @@ def _direct(node: fx.Node, here: list[Operand], calls: list[Call]) -> Plan | Non
     verdict = calls[0].verdict
     if verdict.op is not calls[0].op:
         return None  # another overload is to be called
-    places: dict[int, list[tuple[int, tuple[Any, ...]]]] = {}
+    places: dict[int, list[Position]] = {}
     for operand in here:
         places.setdefault(id(operand.value), []).append((operand.index, operand.path))
     if not verdict.casts.keys() <= places.keys():
         return None  # the op is called with tensors the node only makes inside
     if verdict.kwargs and not _takes_dtype(node, calls[0]):
         return None
-    casts = tuple(Cast(at, dtype) for t, dtype in verdict.casts.items() for at in places[t])
+    casts = _casts(calls[0], places)
     literals = _literals(node, verdict.clamp, calls[0])
     if literals is None:
         return None
@@ -374,6 +374,24 @@ def _direct(node: fx.Node, here: list[Operand], calls: list[Call]) -> Plan | Non
         literals=literals,
         notes=notes,
     )
+
+
+def _casts(made: Call, places: Mapping[int, Sequence[Position]]) -> tuple[Cast, ...]:
+    """The op's casts as casts of the node's operands, in the op's order.
+
+    A tensor's first use in the op is its first use in the node, and so on.
+    """
+    uses = [id(t) for t in made.inputs]
+    found: dict[Position, Cast] = {}
+    for i in made.order:
+        dtype, nth = made.verdict.casts.get(uses[i]), uses[:i].count(uses[i])
+        if dtype is not None and nth < len(places[uses[i]]):
+            at = places[uses[i]][nth]
+            found[at] = Cast(at, dtype)
+    for t, dtype in made.verdict.casts.items():
+        for at in places[t]:
+            found.setdefault(at, Cast(at, dtype))
+    return tuple(found.values())
 
 
 def _takes_dtype(node: fx.Node, made: Call) -> bool:

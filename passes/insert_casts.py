@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.graph import CAST, PASS, VALUE, captured, cast_order, like, references
+from ampgraph.graph import CAST, PASS, VALUE, captured, like, references
 from ampgraph.internals import FakeTensorMode, copy_dynamo_source, new_graph_like
 from ampgraph.passes.plan import Cast, Plan, Plans
 
@@ -123,15 +123,13 @@ class Inserter:
         return args, {**kwargs, **dict(plan.kwargs)}
 
     def _cast_operands(self, node: fx.Node, plan: Plan) -> dict[int, Any]:
-        """The operands that are cast, by occurrence, made in the order in which autocast does."""
-        casts: dict[int, list[Cast]] = {}
-        for cast in plan.casts:
-            casts.setdefault(cast.at[0], []).append(cast)
+        """The operands that are cast, by occurrence, made in the plan's order."""
         made: dict[int, Any] = {}
-        for index, reference in cast_order(node) if casts else ():
-            for cast in casts.get(index, ()):
-                new = made.get(index, self.env[reference])
-                made[index] = self._cast_member(node, reference, new, cast)
+        operands = references(node) if plan.casts else []
+        for cast in plan.casts:
+            index = cast.at[0]
+            new = made.get(index, self.env[operands[index]])
+            made[index] = self._cast_member(node, operands[index], new, cast)
         return made
 
     def _cast_member(self, node: fx.Node, reference: fx.Node, new: Any, cast: Cast) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ampgraph.dispatch import Call, Law, Verdict, carry_out, judge, opens, tensors
+from ampgraph.dispatch import Call, Law, Verdict, carry_out, judge, opens, tensors, widens
 from ampgraph.graph import CAST, op_name
 from ampgraph.internals import OpOverload, composite_kernel, make_fx
 from ampgraph.policy import Category
@@ -54,15 +54,14 @@ class Opener:
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The cast this compiler writes, recorded by the tracer as one node.
 
-        What a repair widened is cast back to its old dtype by leaving the widening out: it was
-        exact.
+        What a repair has widened is cast from what it was before: the widening was exact.
         """
         narrow = self.widened.get(id(tensor), (tensor, tensor))[1]
         if narrow.dtype == dtype:
             return narrow
-        made: Tensor = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
-        if torch.promote_types(tensor.dtype, dtype) == dtype:
-            self.widened[id(made)] = (made, tensor)  # kept alive, so that its id stays its own
+        made: Tensor = torch.ops.aten._to_copy.default(narrow, dtype=dtype)
+        if widens(narrow.dtype, dtype):
+            self.widened[id(made)] = (made, narrow)  # kept alive, so that its id stays its own
         return made
 
     def _note(
@@ -88,7 +87,9 @@ def open_composite(
         pre_dispatch=True,
         _allow_non_fake_inputs=True,
     )(*inputs)
-    for node in gm.graph.nodes:
+    for node in reversed(gm.graph.nodes):
         if node.target is torch.ops.aten._to_copy.default:
             node.meta[CAST] = op_name(node.target)
+            if not node.users:
+                gm.graph.erase_node(node)
     return gm, opener.rows
