@@ -8,7 +8,7 @@ The backward body of an autograd.Function runs as if autocast were off, as in ea
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -18,12 +18,9 @@ from ampgraph.decision import Decision
 from ampgraph.dispatch import eligible, widest
 from ampgraph.graph import captured, fresh, like, module_of, references, source_of
 from ampgraph.passes.insert_casts import cast_outputs, insert_casts
-from ampgraph.passes.plan import Cast, Plan, Plans
+from ampgraph.passes.plan import Cast, Plan, Plans, Walk
 from ampgraph.policy import Category
 from ampgraph.state import OFF, AutocastState
-
-if TYPE_CHECKING:
-    from ampgraph.passes.decide import Decider
 
 
 @dataclasses.dataclass
@@ -35,7 +32,7 @@ class Body:
     plans: Plans
 
 
-def plan_higher_order(decider: "Decider", node: fx.Node) -> Plan:
+def plan_higher_order(decider: Walk, node: fx.Node) -> Plan:
     """The plan for a call of a higher-order op; unknown ones keep what they were captured with."""
     kind = str(getattr(node.target, "_name", node.target))
     planner = _KINDS.get(kind, _unknown)
@@ -43,7 +40,7 @@ def plan_higher_order(decider: "Decider", node: fx.Node) -> Plan:
 
 
 def _rewrite(
-    decider: "Decider",
+    decider: Walk,
     body: fx.GraphModule,
     inputs: Sequence[Any] | None,
     state: AutocastState | None = None,
@@ -53,14 +50,14 @@ def _rewrite(
     return Body(gm, plans.output, plans)
 
 
-def _module(decider: "Decider", reference: object) -> fx.GraphModule:
+def _module(decider: Walk, reference: object) -> fx.GraphModule:
     assert isinstance(reference, fx.Node), f"a body is a get_attr node, not {reference!r}"
     value = decider.env[reference]
     assert isinstance(value, fx.GraphModule), f"{reference} is not a graph module"
     return value
 
 
-def _retyped(decider: "Decider", body: fx.GraphModule, values: Sequence[Any]) -> list[Any]:
+def _retyped(decider: Walk, body: fx.GraphModule, values: Sequence[Any]) -> list[Any]:
     """The body's captured inputs, in the dtypes of the operands that reach it."""
     found: list[Any] = []
     places = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -76,7 +73,7 @@ def _dtypes(value: Any) -> list[torch.dtype | None]:
     return [t.dtype if isinstance(t, Tensor) else None for t in pytree.tree_leaves(value)]
 
 
-def _agree(decider: "Decider", body: Body, wanted: Sequence[torch.dtype | None], why: str) -> Body:
+def _agree(decider: Walk, body: Body, wanted: Sequence[torch.dtype | None], why: str) -> Body:
     """The body with its floating outputs cast to `wanted`."""
     now = _dtypes(body.out)
     casts = {
@@ -93,7 +90,7 @@ def _agree(decider: "Decider", body: Body, wanted: Sequence[torch.dtype | None],
 
 
 def _plan(
-    decider: "Decider", node: fx.Node, bodies: dict[int, Body], dtypes: Sequence[Any], **more: Any
+    decider: Walk, node: fx.Node, bodies: dict[int, Body], dtypes: Sequence[Any], **more: Any
 ) -> Plan:
     """The node with `bodies` in place and its captured value in the dtypes the bodies return."""
     leaves, spec = pytree.tree_flatten(captured(node))
@@ -117,7 +114,7 @@ def _occurrence(node: fx.Node, reference: object) -> int:
     return references(node).index(reference)  # type: ignore[arg-type]
 
 
-def _values(decider: "Decider", args: Any) -> list[Any]:
+def _values(decider: Walk, args: Any) -> list[Any]:
     """The operands' values, nested lists flattened (FX lists are not registered pytrees)."""
     plain = fx.map_arg(args, lambda n: decider.env[n])
     return list(pytree.tree_leaves(_unfrozen(plain)))
@@ -129,10 +126,10 @@ def _unfrozen(tree: Any) -> Any:
     return tree
 
 
-def _called(skip: int) -> Callable[["Decider", fx.Node], Plan]:
+def _called(skip: int) -> Callable[[Walk, fx.Node], Plan]:
     """One body called with the arguments after the first `skip`, returning what the op returns."""
 
-    def planner(decider: "Decider", node: fx.Node) -> Plan:
+    def planner(decider: Walk, node: fx.Node) -> Plan:
         module = _module(decider, node.args[0])
         inputs = _retyped(decider, module, _values(decider, node.args[skip:]))
         body = _rewrite(decider, module, inputs)
@@ -141,7 +138,7 @@ def _called(skip: int) -> Callable[["Decider", fx.Node], Plan]:
     return planner
 
 
-def _invoke_subgraph(decider: "Decider", node: fx.Node) -> Plan:
+def _invoke_subgraph(decider: Walk, node: fx.Node) -> Plan:
     """Its identifier is a cache key downstream: one for each version of the body."""
     module = _module(decider, node.args[0])
     inputs = _retyped(decider, module, _values(decider, node.args[2:]))
@@ -153,7 +150,7 @@ def _invoke_subgraph(decider: "Decider", node: fx.Node) -> Plan:
     return _plan(decider, node, {0: body}, _dtypes(body.out), positional=((1, version),))
 
 
-def _cond(decider: "Decider", node: fx.Node) -> Plan:
+def _cond(decider: Walk, node: fx.Node) -> Plan:
     sides = [_module(decider, node.args[1]), _module(decider, node.args[2])]
     values = _values(decider, node.args[3])
     bodies = [_rewrite(decider, side, _retyped(decider, side, values)) for side in sides]
@@ -164,7 +161,7 @@ def _cond(decider: "Decider", node: fx.Node) -> Plan:
     return _plan(decider, node, dict(zip(places, bodies, strict=True)), wanted)
 
 
-def _while_loop(decider: "Decider", node: fx.Node) -> Plan:
+def _while_loop(decider: Walk, node: fx.Node) -> Plan:
     test, step = _module(decider, node.args[0]), _module(decider, node.args[1])
     carried = _values(decider, node.args[2])
     values = carried + _values(decider, node.args[3] if len(node.args) > 3 else ())
@@ -176,7 +173,7 @@ def _while_loop(decider: "Decider", node: fx.Node) -> Plan:
     return _plan(decider, node, dict(zip(places, (tested, body), strict=True)), wanted)
 
 
-def _scan(decider: "Decider", node: fx.Node) -> Plan:
+def _scan(decider: Walk, node: fx.Node) -> Plan:
     module = _module(decider, node.args[0])
     first = _values(decider, node.args[1])
     inputs = _retyped(decider, module, _values(decider, node.args[1:]))
@@ -186,7 +183,7 @@ def _scan(decider: "Decider", node: fx.Node) -> Plan:
     return _plan(decider, node, {0: body}, wanted)
 
 
-def _associative_scan(decider: "Decider", node: fx.Node) -> Plan:
+def _associative_scan(decider: Walk, node: fx.Node) -> Plan:
     module = _module(decider, node.args[0])
     scanned = _values(decider, node.args[1])
     extra = _values(decider, node.args[2] if len(node.args) > 2 else ())
@@ -197,7 +194,7 @@ def _associative_scan(decider: "Decider", node: fx.Node) -> Plan:
     return _plan(decider, node, {0: body}, wanted)
 
 
-def _autograd_function(decider: "Decider", node: fx.Node) -> Plan:
+def _autograd_function(decider: Walk, node: fx.Node) -> Plan:
     forward, backward = _module(decider, node.args[0]), _module(decider, node.args[1])
     inputs = _retyped(decider, forward, _values(decider, node.args[2:]))
     body = _rewrite(decider, forward, inputs)
@@ -211,7 +208,7 @@ def _autograd_function(decider: "Decider", node: fx.Node) -> Plan:
     return _plan(decider, node, {0: body, 1: undone}, _dtypes(outs))
 
 
-def _flex_attention(decider: "Decider", node: fx.Node) -> Plan:
+def _flex_attention(decider: Walk, node: fx.Node) -> Plan:
     """q, k and v as scaled_dot_product_attention would have them; score_mod is left alone."""
     sdpa = torch.ops.aten.scaled_dot_product_attention.default
     casts: list[Cast] = []
@@ -261,7 +258,7 @@ def _flex_row(
     )
 
 
-def _unknown(decider: "Decider", node: fx.Node) -> Plan:
+def _unknown(decider: Walk, node: fx.Node) -> Plan:
     """An op we know nothing of keeps the dtypes it was captured with."""
     casts: list[Cast] = []
     for index, reference in enumerate(references(node)):
@@ -272,7 +269,7 @@ def _unknown(decider: "Decider", node: fx.Node) -> Plan:
     return Plan(casts=tuple(casts), value=fresh(captured(node), decider.mode), notes=(note,))
 
 
-_KINDS: dict[str, Callable[["Decider", fx.Node], Plan]] = {
+_KINDS: dict[str, Callable[[Walk, fx.Node], Plan]] = {
     "wrap": _called(1),
     "tag_activation_checkpoint": _called(1),
     "wrap_activation_checkpoint": _called(1),

@@ -1,12 +1,16 @@
 """What the deciding passes write and the rewriting passes read: one plan a node."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from ampgraph.decision import Decision
+from ampgraph.internals import FakeTensorMode
+from ampgraph.policy import Policy
+from ampgraph.state import AutocastState
 
 Position = tuple[int, tuple[Any, ...]]  # occurrence of a node among the arguments, path inside it
 
@@ -70,3 +74,23 @@ class Plans:
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(note for plan in self.of.values() for note in plan.notes)
+
+
+class Walk(Protocol):
+    """The walk that decides, as the planners of single kinds of nodes see it."""
+
+    mode: FakeTensorMode
+    state: AutocastState
+    grad: bool
+    env: dict[fx.Node, Any]
+    bodies: dict[Any, Any]
+
+    def policy(self, device_type: str) -> Policy:
+        """The rules for a device type."""
+        ...
+
+    def nested(
+        self, body: fx.GraphModule, inputs: Sequence[Any] | None, state: AutocastState
+    ) -> Plans:
+        """Plan the body of a higher-order op, under the same policies."""
+        ...
