@@ -15,12 +15,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.decision import Decision
-from ampgraph.dispatch import eligible, widest
 from ampgraph.graph import captured, fresh, like, module_of, references, source_of
 from ampgraph.passes.insert_casts import cast_outputs, insert_casts
 from ampgraph.passes.plan import Cast, Plan, Plans, Walk
 from ampgraph.policy import Category
 from ampgraph.state import OFF, AutocastState
+from ampgraph.verdict import eligible, widest
 
 
 @dataclasses.dataclass

@@ -1,7 +1,7 @@
 """Decide, for every node, what precision its ops compute in and why; edit nothing.
 
 The graph is walked once in order, on fake tensors that carry the dtypes of the *rewritten*
-program. Regions keep a stack; each other node is run under the law (`ampgraph.dispatch`), which
+program. Regions keep a stack; each other node is run under the law (`ampgraph.listener`), which
 shows the ops autocast would see and what it would do to them. From that a `Plan` is written:
 casts on the node's own operands where its op is one dispatcher op, the opened composite where a
 listed op hides deeper, nothing where nothing changes.
@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.decision import Decision
-from ampgraph.dispatch import Call, DataDependentError, Law, Listener, tensors, widest
 from ampgraph.errors import AmpgraphError, RewriteError
 from ampgraph.graph import (
     Operand,
@@ -32,7 +30,6 @@ from ampgraph.graph import (
     error_trace,
     fresh,
     like,
-    module_of,
     module_stack,
     no_guards,
     op_name,
@@ -50,14 +47,18 @@ from ampgraph.internals import (
     quiet_fake_errors,
     schema_of,
 )
-from ampgraph.oplists.scalars import CARRIERS, FACTORIES, VALUE_SCALARS
+from ampgraph.listener import Call, DataDependentError, Listener
 from ampgraph.passes.bodies import plan_higher_order
+from ampgraph.passes.direct import direct
+from ampgraph.passes.keep_finite import LargeConstants
 from ampgraph.passes.open_composite import open_composite
-from ampgraph.passes.plan import Cast, Plan, Plans, Position
+from ampgraph.passes.plan import Plan, Plans
 from ampgraph.passes.regions import is_region, step
+from ampgraph.passes.rows import notes_of, renamed, row, row_of
 from ampgraph.passes.transforms import transformed
-from ampgraph.policy import Category, Policy
-from ampgraph.state import LOW_DTYPES, AutocastState
+from ampgraph.policy import Policy
+from ampgraph.state import AutocastState
+from ampgraph.verdict import Law, tensors
 
 
 class Decider:
@@ -76,8 +77,7 @@ class Decider:
         self.plans = Plans()
         self.env = self.plans.env
         self.regions: dict[fx.Node, Any] = {}
-        self.lowered: set[fx.Node] = set()  # made low by our casts
-        self.huge: set[fx.Node] = set()  # may hold a finite constant beyond a low dtype's range
+        self.large = LargeConstants()
         self.cache: dict[Any, Plan] = {}
         self.bodies: dict[Any, Any] = {}  # rewritten bodies of nested regions, by version
 
@@ -135,9 +135,9 @@ class Decider:
             if key is not None:
                 self.cache[key] = plan
         else:
-            plan = _renamed(self.cache[key], node)
-        plan = self._kept_finite(node, plan)
-        self._taint(node, plan)
+            plan = renamed(self.cache[key], node)
+        plan = self.large.clamped(node, plan)
+        self.large.follow(node, plan, self.state)
         return plan
 
     def law(self, node: fx.Node) -> Law:
@@ -150,8 +150,7 @@ class Decider:
                 rule = found
             elif found is not None:
                 state = state.entering(device_type, found.dtype, True)
-        lowered = any(r in self.lowered for r in node.all_input_nodes)
-        return Law(self.policies, state, rule, lowered)
+        return Law(self.policies, state, rule, self.large.reaches_low(node))
 
     def policy(self, device_type: str) -> Policy:
         return self.policies.get(device_type) or Policy.autocast(device_type)
@@ -162,8 +161,7 @@ class Decider:
         if value is None and node.target in _PURE:
             args, kwargs = arguments(node, self.env)
             value = call(node, args, kwargs)
-        if op_name(node.target) in FACTORIES and self._is_huge(node.args, node.kwargs):
-            self.huge.add(node)
+        self.large.factory(node, self.state)
         return Plan(value=fresh(value, self.mode))
 
     def _decide(self, node: fx.Node, here: list[Operand], law: Law) -> Plan:
@@ -199,13 +197,13 @@ class Decider:
     ) -> Plan:
         mutates = any(schema_of(c.op).is_mutable for c in calls)
         if not any(c.acts for c in calls):
-            rows = (_row(node, calls),) if calls else ()
+            rows = (row(node, calls),) if calls else ()
             return Plan(rows=rows, value=value, mutates=mutates)
-        direct = _direct(node, here, calls)
-        if direct is None:
+        plan = direct(node, here, calls)
+        if plan is None:
             opened = self._opened(node, here, law, calls)
             return dataclasses.replace(opened, mutates=mutates)
-        return dataclasses.replace(direct, value=value, mutates=mutates)
+        return dataclasses.replace(plan, value=value, mutates=mutates)
 
     def _opened(self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call]) -> Plan:
         varying = [o for o in here if isinstance(o.value, (Tensor, *_SYMS))]
@@ -213,17 +211,16 @@ class Decider:
         with self.quiet():
             body, found = open_composite(function, [o.value for o in varying], law, calls)
         rows = tuple(
-            _row_of(node, op_name(op), verdict.category, verdict.because, dtypes, (), casts)
+            row_of(node, op_name(op), verdict.category, verdict.because, dtypes, (), casts)
             for op, verdict, dtypes, casts in found
         )
         value = fx.map_arg(_output(body), captured)
-        notes = tuple(f"{r.node}: {r.op} {r.because}" for r in rows if r.category in _NOTED)
         return Plan(
             rows=rows,
             inline=body,
             inputs=tuple((o.index, o.path) for o in varying),
             value=fresh(value, self.mode),
-            notes=notes,
+            notes=notes_of(rows),
         )
 
     def _unseen(self, node: fx.Node, here: list[Operand], law: Law, calls: list[Call]) -> Plan:
@@ -236,7 +233,7 @@ class Decider:
         value = self._remapped(node, [d for d in now if d.is_floating_point])
         if single:
             return self._plan_of_calls(node, here, law, calls, value)
-        rows = (_row(node, calls),) if calls else ()
+        rows = (row(node, calls),) if calls else ()
         floats = any(t.is_floating_point() for t in tensors(value))
         note = f"{node.name}: {op_name(node.target)} depends on elements inside: kept as captured"
         return Plan(rows=rows, value=value, notes=(note,) if floats else ())
@@ -258,60 +255,9 @@ class Decider:
 
         return fresh(pytree.tree_map(one, captured(node)), self.mode)
 
-    # constants that do not fit -----------------------------------------------------------------
-
-    def _limit(self) -> float:
-        low = [d for d in self.state.enabled().values() if d in LOW_DTYPES]
-        return min((torch.finfo(d).max for d in low), default=float("inf"))
-
-    def _is_huge(self, *arguments: object) -> bool:
-        limit = self._limit()
-        found: list[float] = []
-        for leaf in pytree.tree_leaves(arguments):
-            if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-                found.append(abs(float(leaf)))
-        return any(limit < v < float("inf") for v in found)
-
-    def _taint(self, node: fx.Node, plan: Plan) -> None:
-        low = [t for t in tensors(plan.value) if t.dtype in LOW_DTYPES]
-        if low and (
-            any(c.dtype in LOW_DTYPES for c in plan.casts)
-            or plan.inline is not None
-            or any(r in self.lowered for r in node.all_input_nodes)
-        ):
-            self.lowered.add(node)
-        names = {"aten::" + row.op.partition(".")[2] for row in plan.rows}
-        born = bool(names & VALUE_SCALARS.keys()) and self._is_huge(node.args, node.kwargs)
-        carried = names <= CARRIERS and any(r in self.huge for r in node.all_input_nodes)
-        if born or carried:
-            self.huge.add(node)
-            if plan.mutates and node.all_input_nodes:
-                self.huge.add(node.all_input_nodes[0])
-
-    def _kept_finite(self, node: fx.Node, plan: Plan) -> Plan:
-        """Clamp where a cast to a low dtype would turn a large constant into infinity."""
-        if not self.huge or not plan.casts:
-            return plan
-        sources = list(_occurrences(node))
-        casts = tuple(
-            dataclasses.replace(c, clamp=c.dtype in LOW_DTYPES and sources[c.at[0]] in self.huge)
-            for c in plan.casts
-        )
-        if not any(c.clamp for c in casts):
-            return plan
-        note = f"{node.name}: a constant beyond the low dtype's range is kept finite (clamped)"
-        return dataclasses.replace(plan, casts=casts, notes=(*plan.notes, note))
-
 
 _PURE = (operator.getitem, getattr, operator.add, operator.mul, operator.sub, operator.floordiv)
 _SYMS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_NOTED = ("repair", "constant")
-
-
-def _occurrences(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
 
 
 def _where(node: fx.Node) -> str:
@@ -345,142 +291,6 @@ def _as_function(
         return call(node, args, kwargs)
 
     return function
-
-
-def _direct(node: fx.Node, here: list[Operand], calls: list[Call]) -> Plan | None:
-    """The plan where the node *is* one dispatcher op, so that it can stay as the user wrote it."""
-    if len(calls) != 1 or calls[0].inner:
-        return None
-    verdict = calls[0].verdict
-    if verdict.op is not calls[0].op:
-        return None  # another overload is to be called
-    places: dict[int, list[Position]] = {}
-    for operand in here:
-        places.setdefault(id(operand.value), []).append((operand.index, operand.path))
-    if not verdict.casts.keys() <= places.keys():
-        return None  # the op is called with tensors the node only makes inside
-    if verdict.kwargs and not _takes_dtype(node, calls[0]):
-        return None
-    casts = _casts(calls[0], places)
-    literals = _literals(node, verdict.clamp, calls[0])
-    if literals is None:
-        return None
-    rows = (_row(node, calls),)
-    notes = tuple(f"{node.name}: {r.op} {r.because}" for r in rows if r.category in _NOTED)
-    return Plan(
-        rows=tuple(dataclasses.replace(r, casts=len(casts)) for r in rows),
-        casts=casts,
-        kwargs=tuple(verdict.kwargs.items()),
-        literals=literals,
-        notes=notes,
-    )
-
-
-def _casts(made: Call, places: Mapping[int, Sequence[Position]]) -> tuple[Cast, ...]:
-    """The op's casts as casts of the node's operands, in the op's order.
-
-    A tensor's first use in the op is its first use in the node, and so on.
-    """
-    uses = [id(t) for t in made.inputs]
-    found: dict[Position, Cast] = {}
-    for i in made.order:
-        dtype, nth = made.verdict.casts.get(uses[i]), uses[:i].count(uses[i])
-        if dtype is not None and nth < len(places[uses[i]]):
-            at = places[uses[i]][nth]
-            found[at] = Cast(at, dtype)
-    for t, dtype in made.verdict.casts.items():
-        for at in places[t]:
-            found.setdefault(at, Cast(at, dtype))
-    return tuple(found.values())
-
-
-def _takes_dtype(node: fx.Node, made: Call) -> bool:
-    """Whether `dtype=` can be written on the node itself: same name as the op, none given."""
-    return op_name(node.target).rpartition(".")[2] == schema_of(made.op).name.split("::")[1]
-
-
-def _literals(
-    node: fx.Node, clamp: Mapping[str, float], made: Call
-) -> tuple[tuple[float, float], ...] | None:
-    if not clamp:
-        return ()
-    big = [
-        leaf
-        for leaf in pytree.tree_leaves((node.args, dict(node.kwargs)))
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-    ]
-    pairs: list[tuple[float, float]] = []
-    for new in clamp.values():
-        found = [v for v in big if abs(v) > abs(new) and (v > 0) == (new > 0)]
-        if not found:
-            return None
-        pairs.append((found[0], new))
-    return tuple(pairs)
-
-
-# --- rows ---------------------------------------------------------------------------------------
-
-
-def _row(node: fx.Node, calls: list[Call]) -> Decision:
-    """One row for a node that stays whole: its own op, or the listed op that speaks for it."""
-    first = calls[0]
-    leaves = [leaf for c in calls for leaf in c.leaves()]
-    lead = next((c for c in leaves if c.verdict.category != Category.FOLLOW), first)
-    because = lead.verdict.because
-    if lead.op is not first.op:
-        because = f"{op_name(lead.op)} inside: {because}"
-    name = op_name(first.op) if len(calls) == 1 else op_name(node.target)
-    made = leaves[-1]
-    return _row_of(
-        node,
-        name,
-        lead.verdict.category,
-        because,
-        lead.dtypes_in or first.dtypes_in,
-        first.dtypes_out or made.dtypes_out,
-        0,
-        fp32=bool(lead.verdict.kwargs),
-    )
-
-
-def _row_of(
-    node: fx.Node,
-    name: str,
-    category: str,
-    because: str,
-    dtypes_in: tuple[torch.dtype, ...],
-    dtypes_out: tuple[torch.dtype, ...],
-    casts: int,
-    fp32: bool = False,
-) -> Decision:
-    floating = [d for d in dtypes_out if d.is_floating_point] or [
-        d for d in dtypes_in if d.is_floating_point
-    ]
-    dtype = widest(floating) if floating else None
-    return Decision(
-        op=name if "." in name else f"aten.{name}",
-        node=node.name,
-        dtype=torch.float32 if fp32 else dtype,
-        category=str(category),
-        because=because,
-        module=module_of(node),
-        source=source_of(node),
-        dtypes_in=dtypes_in,
-        dtypes_out=dtypes_out,
-        casts=casts,
-    )
-
-
-def _renamed(plan: Plan, node: fx.Node) -> Plan:
-    """A cached plan told of another node of the same call."""
-    where: dict[str, Any] = {
-        "node": node.name,
-        "module": module_of(node),
-        "source": source_of(node),
-    }
-    rows = tuple(dataclasses.replace(row, **where) for row in plan.rows)
-    notes = tuple(f"{r.node}: {r.op} {r.because}" for r in rows if r.category in _NOTED)
-    return dataclasses.replace(plan, rows=rows, notes=notes)
 
 
 def _key(node: fx.Node, here: list[Operand], law: Law) -> Any:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ampgraph.dispatch import Call, Law, Verdict, carry_out, judge, opens, tensors, widens
+from ampgraph.dispatch import judge
 from ampgraph.graph import CAST, op_name
 from ampgraph.internals import OpOverload, composite_kernel, make_fx
+from ampgraph.listener import Call, carry_out, opens
 from ampgraph.policy import Category
+from ampgraph.verdict import Law, Verdict, tensors, widens
 
 
 class Opener:
