@@ -35,13 +35,10 @@ def run(name: str, compiled: Any) -> None:
     counters.clear()
     compiled(torch.randn(4, 8)).backward()
     aot, inductor = counters["aot_autograd"], counters["inductor"]
+    outcomes = ("hit", "miss", "bypass")
     found = {
-        "aot": [
-            aot["autograd_cache_hit"],
-            aot["autograd_cache_miss"],
-            aot["autograd_cache_bypass"],
-        ],
-        "inductor": [inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]],
+        "aot": [aot[f"autograd_cache_{outcome}"] for outcome in outcomes],
+        "inductor": [inductor[f"fxgraph_cache_{outcome}"] for outcome in outcomes],
     }
     print(json.dumps({name: found}))
 

@@ -1,4 +1,4 @@
-"""A second process finds Inductor's and AOTAutograd's caches filled, as plain torch.compile does."""
+"""A second process finds Inductor's and AOTAutograd's caches filled, as plain torch.compile."""
 
 import json
 import os
