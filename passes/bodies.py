@@ -126,16 +126,33 @@ def _unfrozen(tree: Any) -> Any:
     return tree
 
 
-def _called(skip: int) -> Callable[[Walk, fx.Node], Plan]:
-    """One body called with the arguments after the first `skip`, returning what the op returns."""
+def _called(at: int) -> Callable[[Walk, fx.Node], Plan]:
+    """One body, argument `at`, called with those after it and returning what the op returns."""
 
     def planner(decider: Walk, node: fx.Node) -> Plan:
-        module = _module(decider, node.args[0])
-        inputs = _retyped(decider, module, _values(decider, node.args[skip:]))
+        module = _module(decider, node.args[at])
+        inputs = _retyped(decider, module, _values(decider, node.args[at + 1 :]))
         body = _rewrite(decider, module, inputs)
         return _plan(decider, node, {0: body}, _dtypes(body.out))
 
     return planner
+
+
+def _region(decider: Walk, node: fx.Node) -> Plan:
+    """torch.export's `wrap_with_autocast`: its body in the region's state, without the region."""
+    device_type, dtype, enabled, _, reference = node.args[:5]
+    module = _module(decider, reference)
+    inputs = _retyped(decider, module, _values(decider, node.args[5:]))
+    state = decider.state.entering(str(device_type), dtype, bool(enabled))  # type: ignore[arg-type]
+    body = _rewrite(decider, module, inputs, state)
+    return Plan(
+        rows=body.plans.rows,
+        inline=body.gm,
+        inputs=tuple((i, ()) for i in range(1, len(references(node)))),
+        value=body.out,
+        mutates=any(p.mutates for p in body.plans.of.values()),
+        notes=body.plans.notes,
+    )
 
 
 def _invoke_subgraph(decider: Walk, node: fx.Node) -> Plan:
@@ -266,15 +283,18 @@ def _unknown(decider: Walk, node: fx.Node) -> Plan:
         if isinstance(was, Tensor) and isinstance(now, Tensor) and was.dtype != now.dtype:
             casts.append(Cast((index, ()), was.dtype))
     note = f"{node.name}: {node.target} is kept in the dtypes it was captured with"
-    return Plan(casts=tuple(casts), value=fresh(captured(node), decider.mode), notes=(note,))
+    value = fresh(captured(node), decider.mode)
+    return Plan(casts=tuple(casts), value=value, notes=(note,), mutates=True)
 
 
 _KINDS: dict[str, Callable[[Walk, fx.Node], Plan]] = {
-    "wrap": _called(1),
-    "tag_activation_checkpoint": _called(1),
-    "wrap_activation_checkpoint": _called(1),
+    "wrap": _called(0),
+    "tag_activation_checkpoint": _called(0),
+    "wrap_activation_checkpoint": _called(0),
+    "wrap_with_set_grad_enabled": _called(1),
+    "wrap_with_autocast": _region,
     "invoke_subgraph": _invoke_subgraph,
-    "map_impl": _called(1),
+    "map_impl": _called(0),
     "cond": _cond,
     "while_loop": _while_loop,
     "scan": _scan,

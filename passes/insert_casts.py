@@ -88,8 +88,8 @@ class Inserter:
         new = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         new.meta = copy.copy(node.meta)
         copy_dynamo_source(node, new)
-        if node in self.plans.of and VALUE in node.meta:
-            new.meta[VALUE] = plan.value
+        for key in {VALUE, "val"} & node.meta.keys() if node in self.plans.of else ():
+            new.meta[key] = plan.value
         was, now = captured(node), self.plans.env.get(node)
         if node.op == "placeholder" and isinstance(was, Tensor) and isinstance(now, Tensor):
             if was.dtype != now.dtype:  # a body's operand, now low
@@ -215,10 +215,11 @@ class Inserter:
         args, kwargs = fx.map_arg((inner.args, dict(inner.kwargs)), lambda n: env[n])
         new = self.graph.create_node(inner.op, target, args, kwargs, f"{node.name}_{inner.name}")
         self._site(new, node)
+        new.meta.update({k: inner.meta[k] for k in _SITE if k in inner.meta})
         new.meta[PASS] = "open_composite"
         if CAST in inner.meta:
             new.meta[CAST] = node.name
-        new.meta[VALUE] = inner.meta.get("val")
+        new.meta[VALUE] = captured(inner)
         return new
 
     def _operand(self, node: fx.Node, index: int, path: tuple[Any, ...]) -> Any:

@@ -1,6 +1,7 @@
 """ampgraph.rewrite: graphs that did not come through torch.compile."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,26 @@ def test_an_exported_module_with_a_region() -> None:
     ep = torch.export.export(Island(), (x,))
     gm = ampgraph.rewrite(ep.module(), (x,))  # type: ignore[arg-type]
     assert [t.dtype for t in gm(x)] == [torch.float32, torch.bfloat16]
+
+
+def test_regions_of_an_exported_module_are_carried_out() -> None:
+    """torch.export keeps regions as higher-order ops; none is left, and none acts at run time."""
+
+    class Regions(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = x @ x
+                with torch.no_grad():
+                    z = y @ x
+            return y, z, x @ x
+
+    x = torch.randn(3, 3)
+    exported: Any = torch.export.export(Regions(), (x,)).module()
+    gm = ampgraph.rewrite(exported, (x,), dtype="fp16")
+    assert "wrap_with_autocast" not in gm.print_readable(print_output=False)
+    assert [t.dtype for t in gm(x)] == [torch.bfloat16, torch.bfloat16, torch.float16]
+    for a, b in zip(gm(x), eager(Regions(), (x,), torch.float16), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_dynamo_graph() -> None:
