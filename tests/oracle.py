@@ -5,13 +5,14 @@ region; so equality can only come from the casts that stand in it. `casts_made` 
 autocast casts, below the dispatcher, for tests that say how many casts they expect.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,18 +54,25 @@ class Call:
         return self.function(*args, **kwargs)
 
 
+def faked(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves as fake tensors of one mode; fake ones stay."""
+    if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        return list(leaves)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return [mode.from_tensor(leaf, static_shapes=True) for leaf in leaves]
+
+
 def graph_of(call: Call, target: Any = None) -> fx.GraphModule:
     """A graph of one node that makes the call; each tensor a placeholder with a fake value.
 
     `target` is a function to call, or a method's name; the call's own function if not given.
     """
     target = target or call.function
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     graph = fx.Graph()
     places: list[fx.Node] = []
-    for i, leaf in enumerate(call.leaves):
+    for i, leaf in enumerate(faked(call.leaves)):
         places.append(graph.placeholder(f"x{i}"))
-        places[-1].meta["example_value"] = mode.from_tensor(leaf, static_shapes=True)
+        places[-1].meta["example_value"] = leaf
     args, kwargs = call.on(places)
     kind = "call_method" if isinstance(target, str) else "call_function"
     graph.output(graph.create_node(kind, target, args, kwargs, name="made"))
@@ -105,6 +113,14 @@ class Result:
     grads: list[Tensor | None]
 
 
+def seed(value: int) -> None:
+    """torch.manual_seed for the CPU alone, a hundred times faster.
+
+    42 is what torch's own samples of random ops seed with, inside the function that is compared.
+    """
+    torch.default_generator.manual_seed(value)
+
+
 def copied(leaf: Tensor) -> Tensor:
     """A copy with the same strides and the same wish for a gradient."""
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -112,11 +128,11 @@ def copied(leaf: Tensor) -> Tensor:
 
 def run(function: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor]) -> Result:
     """Run on copies of `leaves`, with gradients of every result to every leaf that wants one."""
-    torch.manual_seed(42)
+    seed(42)
     own = [copied(leaf) for leaf in leaves]
-    # In-place ops may not write to a leaf that wants a gradient: each gets an identity before it.
-    given = [t.view_as(t) if t.requires_grad else t for t in own]
-    out = [o.detach() if False else o for o in pytree.tree_leaves(function(given))]
+    # In-place ops may not write to a leaf that wants a gradient: each gets a copy before it.
+    given = [t.clone() if t.requires_grad else t for t in own]
+    out = pytree.tree_leaves(function(given))
     return Result(out, [g.detach() for g in given], gradients(out, own))
 
 
@@ -126,7 +142,7 @@ def gradients(out: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor | Non
     wanted = [t for t in leaves if t.requires_grad]
     if not roots or not wanted:
         return []
-    torch.manual_seed(2)
+    seed(2)
     seeds = [torch.randn(r.shape, dtype=torch.float64).to(r.dtype) for r in roots]
     return list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
 
@@ -151,6 +167,8 @@ def _difference(a: Any, b: Any) -> str | None:
         return f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
     if a.layout != torch.strided:
         a, b = a.to_dense(), b.to_dense()
+    if a.is_complex():
+        a, b = (torch.view_as_real(t.resolve_conj()) for t in (a, b))
     same = torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     return None if same else f"values differ by up to {(a - b).abs().max().item():g}"
 
@@ -165,18 +183,43 @@ def in_autocast(call: Call, dtype: torch.dtype) -> Callable[[Sequence[Tensor]], 
     return eager
 
 
+@contextlib.contextmanager
+def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
+    """Autocast for fake tensors on a GPU that is not there: torch.autocast would switch off."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+        torch.clear_autocast_cache()  # type: ignore[no-untyped-call]
+
+
+def compare(call: Call, dtype: torch.dtype, eager: Result, target: Any = None) -> str | None:
+    """What differs between eager autocast's result of the call and ours; casts count too."""
+    after = without_autocast(rewritten(graph_of(call, target), dtype).after)
+    found = difference(eager, run(after, call.leaves))
+    if found is None:
+        made = [casts_made(how, call.leaves) for how in (in_autocast(call, dtype), after)]
+        found = None if made[0] == made[1] else f"{made[0]} casts and {made[1]}"
+    return found
+
+
 def rewritten(
     gm: fx.GraphModule,
     dtype: torch.dtype = torch.bfloat16,
     *,
     policy: Policy | None = None,
+    device_type: str = "cpu",
     grad: bool = True,
 ) -> Rewritten:
-    """The graph rewritten as under autocast("cpu", dtype), for CPU tensors and any policy."""
+    """The graph rewritten as under autocast(device_type, dtype), with any policy."""
     return rewrite_graph(
         gm,
-        policies={"cpu": policy or Policy.autocast("cpu")},
-        state=AutocastState.of({"cpu": dtype}),
+        policies={device_type: policy or Policy.autocast(device_type)},
+        state=AutocastState.of({device_type: dtype}),
         outputs="autocast",
         grad=grad,
     )
@@ -190,6 +233,22 @@ def without_autocast(gm: fx.GraphModule) -> Callable[[Sequence[Tensor]], Any]:
 def casts_made(function: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor]) -> int:
     """How many casts a run makes, the gradients left out."""
     with CastCounter() as counter:
-        torch.manual_seed(42)
-        function([t.view_as(t) if t.requires_grad else t for t in map(copied, leaves)])
+        seed(42)
+        function([t.clone() if t.requires_grad else t for t in map(copied, leaves)])
     return counter.casts
+
+
+def on_cuda(leaf: Tensor) -> Tensor:
+    """A fake cuda tensor of the same form, to be called inside a fake mode."""
+    if leaf.layout != torch.strided:
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cuda:0")
+
+
+def dtypes_and_casts(
+    function: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor]
+) -> tuple[list[torch.dtype], int]:
+    """The dtypes of a run's results, and how many casts it made."""
+    with CastCounter() as counter:
+        out = function(leaves)
+    return [t.dtype for t in leaves_of(out)], counter.casts

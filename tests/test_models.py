@@ -4,13 +4,13 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-import models
 import pytest
 import torch
-from models import Program, tensors_of
 from torch import Tensor, nn
 
 import ampgraph
+import models
+from models import Program, tensors_of
 from support import BF16, FP16, FP32, assert_same, autocast, counted, op_rows, weigh
 
 # How many ops compute in bf16 and in fp32, and how often the op named last stands in bf16.

@@ -104,7 +104,7 @@ def test_a_pre_dispatch_graph() -> None:
 
 def test_an_exported_module() -> None:
     net, args = Net().eval(), inputs()
-    gm = ampgraph.rewrite(torch.export.export(net, args).module(), args)  # type: ignore[arg-type]
+    gm = ampgraph.rewrite(torch.export.export(net, args).module(), args)
     assert casts(gm) == 6
     for a, b in zip(gm(*args), eager(net, args, torch.bfloat16), strict=True):
         assert torch.equal(a, b)
@@ -119,7 +119,7 @@ def test_an_exported_module_with_a_region() -> None:
 
     x = torch.randn(3, 3)
     ep = torch.export.export(Island(), (x,))
-    gm = ampgraph.rewrite(ep.module(), (x,))  # type: ignore[arg-type]
+    gm = ampgraph.rewrite(ep.module(), (x,))
     assert [t.dtype for t in gm(x)] == [torch.float32, torch.bfloat16]
 
 
@@ -179,7 +179,7 @@ def joint_graph() -> torch.fx.GraphModule:
 
     seen: list[torch.fx.GraphModule] = []
 
-    def keep(gm: torch.fx.GraphModule, example_inputs: list[Tensor]) -> object:
+    def keep(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
         seen.append(gm)
         return make_boxed_func(gm.forward)
 
@@ -214,7 +214,8 @@ def test_a_module_that_cannot_be_traced_is_named() -> None:
             self.inner = Branches()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
+            found: Tensor = self.inner(x)
+            return found
 
     class Leaves(torch.fx.Tracer):
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

@@ -160,7 +160,7 @@ CALLS_BY_HAND: dict[str, Callable[[], Any]] = {
 }
 
 
-class Recorder(internals.PreDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(internals.PreDispatchMode):
     """Records the ops as autocast would meet them, composites whole."""
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import ampgraph
 from ampgraph.errors import StrictError
@@ -15,9 +16,8 @@ from ampgraph.oplists.strict import EXACT, EXACT_LOW, EXACT_WITH_FITTING_SCALAR
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {"log_sigmoid": F.logsigmoid}
 
 
-def function(name: str) -> Callable[[Tensor], Tensor]:
-    found: Any = NAMED.get(name) or getattr(F, name, None) or getattr(torch, name)
-    return found
+def function(name: str) -> Any:
+    return NAMED.get(name) or getattr(F, name, None) or getattr(torch, name)
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
@@ -65,7 +65,8 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         u, v = (self.p(x) * self.g(x)).chunk(2, dim=-1)
-        return (u + v) / 3 - u * 0.5
+        gated: Tensor = (u + v) / 3 - u * 0.5
+        return gated
 
 
 def test_a_gated_chain_is_bit_equal() -> None:
@@ -84,7 +85,7 @@ def test_a_gated_chain_is_bit_equal() -> None:
 )
 def test_what_cannot_be_kept_is_refused_by_name(run: Any, named: str) -> None:
     compiled = ampgraph.compile(run, strict=True)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=named) as caught:
+    with pytest.raises(BackendCompilerFailed, match=named) as caught:
         compiled(torch.randn(4, 4))
     assert isinstance(caught.value.inner_exception, StrictError)
     assert "cure" in str(caught.value)
@@ -104,5 +105,5 @@ def test_an_unknown_backend_is_refused() -> None:
     def mine(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         return gm.forward
 
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="nothing is known"):
+    with pytest.raises(BackendCompilerFailed, match="nothing is known"):
         ampgraph.compile(lambda x: x @ x, strict=True, inner=mine)(torch.randn(2, 2))
