@@ -17,7 +17,7 @@ from ampgraph.internals import (
     needs_elements,
     schema_of,
 )
-from ampgraph.mend import repair
+from ampgraph.mend import mend
 from ampgraph.policy import Category
 from ampgraph.verdict import REPAIR, Law, Verdict, tensors
 
@@ -145,14 +145,25 @@ class Listener(PreDispatchMode):
             with self:
                 out = composite_kernel(call.op)(*new_args, **new_kwargs)
         except RuntimeError as error:
-            if needs_elements(error):
-                raise DataDependentError(call.op.name()) from error
-            raise
+            self._mend(call, args, kwargs, error)
+            call.inner.clear()
+            return self._inside(call, args, kwargs)
         finally:
             self.calls = outer
         if call.verdict.acts and not any(inner.acts for inner in call.inner):
             call.inner.clear()  # its own casts are all there is to do: it can stay whole
         return out
+
+    def _mend(
+        self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+    ) -> None:
+        """Another verdict for a call that failed; raises the error where there is none."""
+        if needs_elements(error):
+            raise DataDependentError(call.op.name()) from error
+        mended = mend(call.op, args, kwargs) if not call.verdict.acts else None
+        if mended is None:
+            raise error
+        call.verdict = mended
 
     def _carried_out(
         self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -168,12 +179,7 @@ class Listener(PreDispatchMode):
         try:
             return call.verdict.op(*new_args, **new_kwargs)
         except (RuntimeError, TypeError) as error:
-            if needs_elements(error):
-                raise DataDependentError(call.op.name()) from error
-            mended = repair(call.op, args, kwargs) if not call.verdict.acts else None
-            if mended is None:
-                raise
-            call.verdict = mended
+            self._mend(call, args, kwargs, error)
             return self._run(call, args, kwargs)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampgraph.internals import OpOverload, schema_of
-from ampgraph.oplists.one_dtype import NORMS, ONE_DTYPE
+from ampgraph.oplists.one_dtype import FLOAT_ONLY, NORMS, ONE_DTYPE
 from ampgraph.oplists.scalars import VALUE_SCALARS
 from ampgraph.verdict import CONSTANT, FP32, REPAIR, Law, Verdict, named, tensors, widest, written
 
@@ -54,6 +54,8 @@ def mixed(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ver
     name = op.name().partition(".")[0]
     if name in NORMS:
         return _wide_parameters(op, args, kwargs)
+    if name in FLOAT_ONLY:
+        return mend(op, args, kwargs)
     return repair(op, args, kwargs) if name in ONE_DTYPE else None
 
 
@@ -74,6 +76,20 @@ def _wide_parameters(
     wrong = [t for t in (others if dtype == FP32 else [first, *others]) if t.dtype != dtype]
     casts = {id(t): dtype for t in wrong if id(t) not in {id(k) for k in kept}}
     return Verdict(op, REPAIR, f"refuses mixed dtypes: parameters cast to {dtype}", casts)
+
+
+def mend(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Verdict | None:
+    """What to do with a call that failed: bring it to one dtype, or to float32 if all is low."""
+    return repair(op, args, kwargs) or _widened(op, args, kwargs)
+
+
+def _widened(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Verdict | None:
+    """Float32 for an op that refuses the low dtype, such as a Fourier transform of bfloat16."""
+    low = _low_dtype(tensors((args, kwargs)))
+    if low is None or any(t.is_floating_point() for t in written(op, args, kwargs)):
+        return None
+    casts = {id(t): FP32 for t in tensors((args, kwargs)) if t.dtype == low}
+    return Verdict(op, REPAIR, f"refuses {low}: computed in float32", casts)
 
 
 def repair(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Verdict | None:

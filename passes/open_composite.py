@@ -17,8 +17,9 @@ from ampgraph.dispatch import judge
 from ampgraph.graph import CAST, op_name
 from ampgraph.internals import OpOverload, composite_kernel, make_fx
 from ampgraph.listener import Call, carry_out, opens
+from ampgraph.mend import mend
 from ampgraph.policy import Category
-from ampgraph.verdict import Law, Verdict, tensors, widens
+from ampgraph.verdict import REPAIR, Law, Verdict, tensors, widens
 
 
 class Opener:
@@ -31,6 +32,12 @@ class Opener:
     def __init__(self, law: Law, calls: Sequence[Call]) -> None:
         self.law = law
         self.acting = {call.op for made in calls for call in made.all() if call.acts}
+        self.mended = {
+            _signature(call.op, call.inputs)
+            for made in calls
+            for call in made.all()
+            if call.verdict.category == REPAIR
+        }
         self.widened: dict[int, tuple[Tensor, Tensor]] = {}
         self.rows: list[tuple[OpOverload, Verdict, tuple[torch.dtype, ...], int]] = []
 
@@ -43,6 +50,8 @@ class Opener:
 
     def apply(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         verdict = judge(op, args, kwargs, self.law)
+        if not verdict.acts and _signature(op, (args, kwargs)) in self.mended:
+            verdict = mend(op, args, kwargs) or verdict
         if verdict.acts:
             new_args, new_kwargs = carry_out(verdict, args, kwargs, self.cast)
             self._note(op, verdict, new_args, new_kwargs, len(verdict.casts))
@@ -72,6 +81,10 @@ class Opener:
         if self.rows and casts == 0 and self.rows[-1][3] > 0 and self.rows[-1][1].op is op:
             return  # the same call again, its arguments now cast
         self.rows.append((op, verdict, tuple(t.dtype for t in tensors((args, kwargs))), casts))
+
+
+def _signature(op: OpOverload, args: object) -> tuple[Any, ...]:
+    return op, tuple(t.dtype for t in tensors(args))
 
 
 def open_composite(

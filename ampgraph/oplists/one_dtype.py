@@ -37,3 +37,13 @@ NORMS = _aten(
     "_batch_norm_impl_index _batch_norm_with_update _native_batch_norm_legit batch_norm "
     "group_norm instance_norm layer_norm native_batch_norm native_group_norm native_layer_norm"
 )
+
+# No kernel in a low dtype on any device, which fake tensors do not tell: linear algebra that ends
+# in LAPACK. On CPU autocast's list covers the callers of most, on CUDA eager autocast raises.
+FLOAT_ONLY = _aten(
+    "_linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd "
+    "cholesky cholesky_inverse cholesky_solve geqrf linalg_cholesky_ex linalg_eig linalg_eigvals "
+    "linalg_householder_product linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq "
+    "linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_qr linalg_solve_triangular lu_solve "
+    "orgqr ormqr triangular_solve"
+)
