@@ -19,7 +19,7 @@ from ampgraph.internals import OpOverload, schema_of
 from ampgraph.mend import mixed, too_big
 from ampgraph.oplists import append_target
 from ampgraph.policy import Category, Policy
-from ampgraph.verdict import FP32, Law, Verdict, eligible, tensors, widest
+from ampgraph.verdict import FP32, Law, Verdict, eligible, named, tensors, widest
 
 BANNED_CURE = (
     "binary_cross_entropy: use binary_cross_entropy_with_logits, which is safe; or ask for float32 "
@@ -108,7 +108,7 @@ def _apply(
     if category is Category.SET_DTYPE:
         return Verdict(op, category, because, kwargs=_set_dtype(op, inputs, args, kwargs))
     if category is Category.APPEND_DTYPE:
-        return _append_dtype(policy, op, because, inputs, device_type)
+        return _append_dtype(policy, op, because, (args, kwargs), device_type)
     if category is Category.BANNED and any(eligible(t, device_type) for t in inputs):
         raise BannedOpError(f"{op.name()} ({because})", cure=BANNED_CURE)
     return Verdict(op, Category.FOLLOW, because)
@@ -133,12 +133,21 @@ def _set_dtype(
 
 
 def _append_dtype(
-    policy: Policy, op: OpOverload, because: str, inputs: Sequence[Tensor], device_type: str
+    policy: Policy,
+    op: OpOverload,
+    because: str,
+    arguments: tuple[Sequence[Any], Mapping[str, Any]],
+    device_type: str,
 ) -> Verdict:
-    first = inputs[0]
+    """Call the overload with a `dtype`, which has no defaults: those of `op` are written out."""
+    first = tensors(arguments)[0]
     if not eligible(first, device_type) or first.dtype == FP32:
         return Verdict(op, Category.APPEND_DTYPE, because)
     name = append_target(policy.device_type, op.name())
     packet, _, overload = name.removeprefix("aten::").partition(".")
     target = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    return Verdict(target, Category.APPEND_DTYPE, because, kwargs={"dtype": FP32})
+    given = named(op, *arguments)
+    missing = {a.name: a.default_value for a in schema_of(op).arguments if a.name not in given}
+    takes = {a.name for a in schema_of(target).arguments}
+    kwargs = {k: v for k, v in missing.items() if k in takes} | {"dtype": FP32}
+    return Verdict(target, Category.APPEND_DTYPE, because, kwargs=kwargs)

@@ -7,7 +7,7 @@ autocast casts, below the dispatcher, for tests that say how many casts they exp
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,8 +92,8 @@ class CastCounter(TorchDispatchMode):
     """Counts the casts that reach the backend, whoever asked for them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.casts = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.casts: int = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -184,7 +184,7 @@ def in_autocast(call: Call, dtype: torch.dtype) -> Callable[[Sequence[Tensor]], 
 
 
 @contextlib.contextmanager
-def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
+def cuda_autocast(dtype: torch.dtype) -> Generator[None]:
     """Autocast for fake tensors on a GPU that is not there: torch.autocast would switch off."""
     before = torch.get_autocast_dtype("cuda")
     torch.set_autocast_dtype("cuda", dtype)
@@ -194,7 +194,7 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
     finally:
         torch.set_autocast_enabled("cuda", False)
         torch.set_autocast_dtype("cuda", before)
-        torch.clear_autocast_cache()  # type: ignore[no-untyped-call]
+        torch.clear_autocast_cache()
 
 
 def compare(call: Call, dtype: torch.dtype, eager: Result, target: Any = None) -> str | None:
@@ -232,7 +232,8 @@ def without_autocast(gm: fx.GraphModule) -> Callable[[Sequence[Tensor]], Any]:
 
 def casts_made(function: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor]) -> int:
     """How many casts a run makes, the gradients left out."""
-    with CastCounter() as counter:
+    counter = CastCounter()
+    with counter:
         seed(42)
         function([t.clone() if t.requires_grad else t for t in map(copied, leaves)])
     return counter.casts
@@ -249,6 +250,7 @@ def dtypes_and_casts(
     function: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor]
 ) -> tuple[list[torch.dtype], int]:
     """The dtypes of a run's results, and how many casts it made."""
-    with CastCounter() as counter:
+    counter = CastCounter()
+    with counter:
         out = function(leaves)
     return [t.dtype for t in leaves_of(out)], counter.casts
