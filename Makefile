@@ -22,6 +22,7 @@ lint: $(VENV)/all ## ruff, mypy and pyright
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: $(VENV)/all ## the tests alone

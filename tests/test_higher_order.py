@@ -267,8 +267,11 @@ def test_associative_scan(door: Callable[..., Any]) -> None:
 def test_map(door: Callable[..., Any]) -> None:
     w = torch.randn(4, 4)
 
+    def times(x: Tensor) -> Tensor:
+        return x @ w
+
     def program(xs: Tensor) -> Tensor:
-        return torch._higher_order_ops.map(lambda x: x @ w, xs)
+        return torch._higher_order_ops.map(times, xs)
 
     xs = torch.randn(3, 2, 4)
     compiled = door(program, inner="eager", dtype=BF16)

@@ -217,12 +217,11 @@ def test_explicit_dtype_wins_and_warns_once(
     door: str, pair: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "_warned", set())
+    options: Any = {"inner": "eager", "dtype": FP16}
     compiled: Callable[..., Tensor] = (
         ampgraph.compile(torch.matmul, dtype=FP16, inner="eager")
         if door == "compile"
-        else torch.compile(
-            torch.matmul, backend="ampgraph", options={"inner": "eager", "dtype": FP16}
-        )
+        else torch.compile(torch.matmul, backend="ampgraph", options=options)
     )
     with torch.autocast("cpu", dtype=BF16):
         with pytest.warns(AmpgraphWarning, match=r"float16.*bfloat16.*the explicit dtype wins"):

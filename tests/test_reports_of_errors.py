@@ -138,7 +138,9 @@ def test_features_sampled_on_an_fp32_grid() -> None:
 
     x = torch.randn(1, 2, 6, 6)
     call = compiled(program)
-    (features, out), grads = gradients(lambda: call(x), [*conv.parameters(), theta])
+    made: Any
+    made, grads = gradients(lambda: call(x), [*conv.parameters(), theta])
+    features, out = made
     assert (features.dtype, out.dtype) == (BF16, FP32), "sampled in the grid's dtype"
     assert dtypes(grads) == [FP32] * 3, "gradients reach both"
     torch.testing.assert_close(out, program(x)[1], rtol=0.05, atol=0.05)

@@ -46,7 +46,8 @@ def per_sample_gradients(x: Tensor, w: Tensor) -> Tensor:
 
 
 def vjp(x: Tensor, w: Tensor) -> Any:
-    out, pull = func.vjp(lambda w: product(w, x), w)
+    pair: Any = func.vjp(lambda w: product(w, x), w)
+    out, pull = pair
     return out, pull(torch.ones_like(out))
 
 
