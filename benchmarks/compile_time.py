@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import ampgraph
 from ampgraph.backend import records_of
+from ampgraph.errors import AmpgraphWarning
 
 CHAINS = (100, 1_000, 10_000)
 BLOCK = 5  # nodes that one link of a chain adds
@@ -68,7 +69,7 @@ class Share:
 
 def share_of_transformer(layers: int = 24, inner: str = "inductor") -> Share:
     """A cold compile, forward and backward, with empty caches on disk."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     ids = torch.randint(0, 128, (1, 8))
     compiled = ampgraph.compile(Transformer(layers), inner=inner)
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +101,7 @@ def chain(links: int) -> nn.Module:
 
 def seconds_of_chain(nodes: int) -> Share:
     """Our passes alone on a chain; Dynamo's own time is in the total."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = ampgraph.compile(chain(nodes // BLOCK), inner="eager")
     w = torch.randn(16, 16, requires_grad=True)
     started = time.perf_counter()
@@ -117,7 +118,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=24)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore", ampgraph.errors.AmpgraphWarning)
+    warnings.simplefilter("ignore", AmpgraphWarning)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     seconds_of_chain(100)  # what is imported on first use counts for nobody
     for nodes in CHAINS:
