@@ -22,6 +22,7 @@ from ampgraph.internals import (
 
 VALUE = "example_value"  # where Dynamo keeps a node's fake value
 CAST = "ampgraph_cast"  # marks the casts this compiler inserted, with the node they serve
+WRITES = "ampgraph_writes"  # marks the nodes that write in place
 PASS = "ampgraph_pass"  # the pass that made a node
 
 
@@ -62,6 +63,11 @@ def arguments(node: fx.Node, env: dict[fx.Node, Any]) -> tuple[tuple[Any, ...], 
     """The node's arguments with values in place of nodes."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     return args, kwargs
+
+
+def is_mutable(target: object) -> bool:
+    """Whether this is an op that writes to one of its arguments."""
+    return isinstance(target, OpOverload) and bool(schema_of(target).is_mutable)
 
 
 def call(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.graph import CAST, PASS, VALUE, captured, like, references
+from ampgraph.graph import CAST, PASS, VALUE, WRITES, captured, is_mutable, like, references
 from ampgraph.internals import FakeTensorMode, copy_dynamo_source, new_graph_like
 from ampgraph.passes.plan import Cast, Plan, Plans
 
@@ -87,6 +87,8 @@ class Inserter:
         args, kwargs = self._arguments(node, plan)
         new = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         new.meta = copy.copy(node.meta)
+        if plan.mutates:
+            new.meta[WRITES] = True
         copy_dynamo_source(node, new)
         for key in {VALUE, "val"} & node.meta.keys() if node in self.plans.of else ():
             new.meta[key] = plan.value
@@ -217,6 +219,8 @@ class Inserter:
         self._site(new, node)
         new.meta.update({k: inner.meta[k] for k in _SITE if k in inner.meta})
         new.meta[PASS] = "open_composite"
+        if is_mutable(target):
+            new.meta[WRITES] = True
         if CAST in inner.meta:
             new.meta[CAST] = node.name
         new.meta[VALUE] = captured(inner)
