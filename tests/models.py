@@ -167,12 +167,12 @@ class UNet(nn.Module):
             nn.Conv2d(inside, outside, 3, padding=1), nn.GroupNorm(1, outside), nn.SiLU()
         )
 
-    def forward(self, noisy: Tensor, noise: Tensor) -> Tensor:
+    def forward(self, noisy: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         skip: Tensor = checkpoint(self.down, noisy, use_reentrant=False)
         h: Tensor = checkpoint(self.middle, F.avg_pool2d(skip, 2), use_reentrant=False)
         h = torch.cat([skip, self.up(h)], dim=1)
         out: Tensor = checkpoint(self.out, h, use_reentrant=False)
-        return F.mse_loss(out, noise)
+        return F.mse_loss(out, noise), out
 
 
 def unet() -> Program:
