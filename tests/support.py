@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 import ampgraph
 from ampgraph.backend import records_of
+from ampgraph.graph import CAST
 from ampgraph.verify import graphs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -140,3 +141,36 @@ def counted() -> Iterator[Counter[str]]:
     yield found
     found["graphs"] = counters["stats"]["unique_graphs"]
     found["breaks"] = sum(counters["graph_break"].values())
+
+
+def assert_casts_inside(compiled: object, count: int | None = None) -> None:
+    """The bodies of the higher-order ops hold casts that this compiler inserted."""
+    found = [n for body in bodies(compiled) for n in body.graph.nodes if CAST in n.meta]
+    assert found, "no cast in any body"
+    assert count is None or len(found) == count, f"{len(found)} casts in the bodies"
+
+
+def compiled_plainly(function: Callable[..., Any], **options: Any) -> Any:
+    """Through the other door, captured with autocast off."""
+    options = {"inner": "eager", "dtype": BF16, "outputs": "autocast", **options}
+    return torch.compile(function, backend="ampgraph", options=options)
+
+
+class Net(nn.Module):
+    """Two linears around a norm that counts: parameters, buffers, train and eval."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.a(x)).relu()
+        out: Tensor = self.b(hidden)
+        return out
+
+
+def by_hand(model: nn.Module, x: Tensor) -> Tensor:
+    """What eager autocast returns."""
+    with autocast():
+        out: Tensor = model(x)
+    return out
