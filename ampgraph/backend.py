@@ -26,6 +26,7 @@ from ampgraph.internals import (
     graph_break_of,
     inductor,
     lookup_backend,
+    set_grad_enabled,
 )
 from ampgraph.options import Options
 from ampgraph.passes.check_strict import check_strict
@@ -114,7 +115,7 @@ def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
         policies={device_type: policy},
         state=state,
         outputs=options.outputs or ("autocast" if device_type in ambient else "original"),
-        grad=torch.is_grad_enabled(),
+        grad=torch.is_grad_enabled() or turns_grad_on(gm),
     )
     if options.strict:
         check_strict(result.after, result.decisions, options.inner)
@@ -133,6 +134,15 @@ def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -
             return inductor(options.mode, {**options.inductor, **strict})(gm, list(inputs))
         compiled: Callable[..., Any] = lookup_backend(options.inner)(gm, list(inputs))
     return compiled if getattr(compiled, "_boxed_call", False) else without_autocast(compiled)
+
+
+def turns_grad_on(gm: fx.GraphModule) -> bool:
+    """Whether the program enables gradients itself: then no cast may be shared in any part."""
+    return any(
+        node.target is set_grad_enabled and node.args[0] is True
+        for g in graphs(gm)
+        for node in g.graph.nodes
+    )
 
 
 def device_type_of(values: Sequence[Any]) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampgraph.backend import DOOR, Backend, device_type_of, entry_state, warn_once
+from ampgraph.errors import OptionError
 from ampgraph.internals import (
     OptimizedModule,
     TorchRuntimeError,
@@ -125,6 +126,12 @@ def compile(
     """
     asked = {"dtype": dtype, "policy": policy, "inner": inner, "mode": mode}
     asked |= {"outputs": outputs or "autocast", "strict": strict}
+    twice = asked.keys() & (options or {}).keys()
+    if twice:
+        raise OptionError(
+            f"given twice, as a keyword and among the options: {', '.join(sorted(twice))}",
+            cure="options= is for Inductor's own options here",
+        )
     parsed = Options.parse({**asked, **(options or {})})
     if model is None:
         return functools.partial(_compile, options=parsed, torch_kwargs=torch_compile_kwargs)

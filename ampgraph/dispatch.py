@@ -111,7 +111,7 @@ def _apply(
         return _append_dtype(policy, op, because, (args, kwargs), device_type)
     if category is Category.BANNED and any(eligible(t, device_type) for t in inputs):
         raise BannedOpError(f"{op.name()} ({because})", cure=BANNED_CURE)
-    return Verdict(op, Category.FOLLOW, because)
+    return Verdict(op, Category.FOLLOW, because, closed=rule.closes)
 
 
 def _cast_to(

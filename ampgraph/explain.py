@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
@@ -54,7 +55,7 @@ def explain(
     model = _original(model)
     counted: list[torch.dtype] = []
     inner: Any = aot_backend(_count_dtypes(counted)) if backward else "eager"
-    kwargs = dict(kwargs or {})
+    args, kwargs = pytree.tree_map_only(Tensor, _cut, (tuple(args), dict(kwargs or {})))
     with _untouched(model, args, kwargs), generous_recompile_limit(), compilations() as frames:
         run, records = _captured_by(door, model, policy, dtype, inner)
         out = run(*args, **kwargs)
@@ -112,6 +113,11 @@ def _count_dtypes(counted: list[torch.dtype]) -> Callable[[torch.fx.GraphModule]
     return look
 
 
+def _cut(tensor: Tensor) -> Tensor:
+    """The tensor apart from the caller's autograd graph, which a backward here would free."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def _by_count(counted: list[torch.dtype]) -> dict[torch.dtype, int]:
     floating = [d for d in counted if d.is_floating_point]
     return {d: floating.count(d) for d in sorted(set(floating), key=str)}
@@ -130,8 +136,7 @@ def _backward(out: Any) -> None:
 @contextlib.contextmanager
 def _untouched(model: Any, args: Any, kwargs: Any) -> Generator[None]:
     """Give back buffers, gradients, arguments and random state as they were."""
-    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    modules = _modules(model)
+    modules, given = _held(model, list(args), dict(kwargs))
     leaves = [p for m in modules for p in m.parameters()] + [t for t in given if t.is_leaf]
     grads = [(t, t.grad) for t in leaves]
     buffers = [
@@ -167,12 +172,57 @@ def _same(now: Tensor, was: Tensor) -> bool:
     return now.shape == was.shape and bool(((now == was) | (now != now)).all())
 
 
-def _modules(model: Any) -> list[nn.Module]:
-    """The module itself, or those a function holds on to."""
-    if isinstance(model, nn.Module):
-        return [model]
-    held = [getattr(model, "__self__", None)]
-    if inspect.isfunction(inspect.unwrap(model)):
-        found = inspect.getclosurevars(inspect.unwrap(model))
-        held += [*found.nonlocals.values(), *found.globals.values()]
-    return [m for m in held if isinstance(m, nn.Module)]
+def _held(*roots: Any, depth: int = 5) -> tuple[list[nn.Module], list[Tensor]]:
+    """The modules and tensors that callables and arguments hold on to, at any usual depth.
+
+    Looked into: closures and default arguments, the globals a function names, bound methods and
+    partials, attributes of plain objects, containers.
+    """
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    level: list[Any] = list(roots)
+    for _ in range(depth):
+        inner: list[Any] = []
+        for value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, nn.Module):
+                modules[id(value)] = value
+            elif isinstance(value, Tensor):
+                tensors[id(value)] = value
+            else:
+                inner += _inside(value)
+        level = inner
+    return list(modules.values()), list(tensors.values())
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if inspect.ismethod(value):
+        return [value.__self__, value.__func__]
+    if inspect.isfunction(value):
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        cells = [c.cell_contents for c in value.__closure__ or () if not _is_empty(c)]
+        keywords = (value.__kwdefaults__ or {}).values()
+        return [*cells, *(value.__defaults__ or ()), *keywords, *filter(_is_state, named)]
+    return list(vars(value).values()) if _is_state(value) and hasattr(value, "__dict__") else []
+
+
+def _is_state(value: Any) -> bool:
+    """Not code: classes and Python modules hold no state of a model."""
+    return not isinstance(value, type) and not inspect.ismodule(value)
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False

@@ -67,6 +67,7 @@ __all__ = [
 ]
 
 enter_autocast = _enter_autocast
+set_grad_enabled = torch._C._set_grad_enabled
 exit_autocast = _exit_autocast
 
 

@@ -131,7 +131,8 @@ class Listener(PreDispatchMode):
         verdict = judge(func, args, kwargs, self.law)
         call = Call(func, verdict, tuple(tensors((args, kwargs))), cast_order(args, kwargs))
         self.calls.append(call)
-        if verdict.category in (Category.FOLLOW, REPAIR) and opens(func, call.inputs):
+        follows = verdict.category in (Category.FOLLOW, REPAIR) and not verdict.closed
+        if follows and opens(func, call.inputs):
             out = self._inside(call, args, kwargs)
         else:
             out = self._run(call, args, kwargs)

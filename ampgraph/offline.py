@@ -41,6 +41,9 @@ def rewrite(
         policy, dtype: as for `ampgraph.compile`.
         device_type: whose region it is; None for the accelerator any tensor is on, else "cpu".
 
+    Module calls are traced in the mode the modules are in: rewrite once for training and once for
+    evaluation, as `train()` and `eval()` of the result do not reach into what was traced.
+
     Raises:
         UnsupportedGraphError: a joint or post-autograd graph. RewriteError: a node that cannot be
         rewritten.

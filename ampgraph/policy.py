@@ -37,6 +37,11 @@ class Rule:
     because: str
     dtype: torch.dtype | None = None
 
+    @property
+    def closes(self) -> bool:
+        """Whether the ops inside this op are hidden: a user's rule speaks for all of it."""
+        return self.because.startswith("op rule")
+
 
 @dataclass(frozen=True)
 class ModuleRule:

@@ -45,6 +45,7 @@ class Verdict:
     casts: Mapping[int, torch.dtype] = field(default_factory=dict[int, torch.dtype])
     kwargs: Mapping[str, object] = field(default_factory=dict[str, object])
     clamp: Mapping[str, float] = field(default_factory=dict[str, float])
+    closed: bool = False  # a user's rule: what is inside stays as it is
 
     @property
     def acts(self) -> bool:

@@ -132,13 +132,13 @@ class Decider:
         key = _key(node, here, law)
         if key is None or key not in self.cache:
             plan = self._decide(node, here, law)
-            if key is not None:
+            if key is not None and not plan.mutates:
                 self.cache[key] = plan
         else:
-            plan = renamed(self.cache[key], node)
-        plan = self.large.clamped(node, plan)
-        self.large.follow(node, plan, self.state)
-        return plan
+            known = self.cache[key]
+            # A value of its own: composites ask whether two of their arguments are one tensor.
+            plan = dataclasses.replace(renamed(known, node), value=fresh(known.value, self.mode))
+        return self.large.kept(node, plan, self.env, self.state)
 
     def law(self, node: fx.Node) -> Law:
         """The law at this node: the state, and the innermost module rule that matches it."""
@@ -161,8 +161,8 @@ class Decider:
         if value is None and node.target in _PURE:
             args, kwargs = arguments(node, self.env)
             value = call(node, args, kwargs)
-        self.large.factory(node, self.state)
-        return Plan(value=fresh(value, self.mode))
+        plan = Plan(value=fresh(value, self.mode))
+        return self.large.kept(node, plan, self.env, self.state)
 
     def _decide(self, node: fx.Node, here: list[Operand], law: Law) -> Plan:
         args, kwargs = arguments(node, self.env)

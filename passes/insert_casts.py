@@ -11,6 +11,7 @@ The input graph is left alone: Dynamo still reads its placeholders after the bac
 
 import copy
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class Inserter:
             return made[index] if index in made else self.env[reference]
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), fill)
-        args, kwargs = _with_literals((args, kwargs), dict(plan.literals))
+        args, kwargs = _with_literals(args, kwargs, dict(plan.literals))
         args = tuple(dict(plan.positional).get(i, a) for i, a in enumerate(args))
         return args, {**kwargs, **dict(plan.kwargs)}
 
@@ -239,15 +240,16 @@ class Inserter:
         return new
 
 
-def _with_literals(tree: Any, swap: dict[float, float]) -> Any:
-    if not swap:
-        return tree
+def _with_literals(
+    args: Sequence[Any], kwargs: Mapping[str, Any], swap: Mapping[float, float]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with numbers replaced, but for those in lists, which are sizes."""
 
-    def one(leaf: object) -> object:
+    def one(leaf: Any) -> Any:
         number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-        return swap.get(leaf, leaf) if number else leaf  # type: ignore[call-overload]
+        return swap.get(leaf, leaf) if number else leaf
 
-    return pytree.tree_map(one, tree)
+    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
 
 
 def _outputs(graph: fx.Graph) -> list[Any]:

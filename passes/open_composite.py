@@ -56,7 +56,7 @@ class Opener:
             new_args, new_kwargs = carry_out(verdict, args, kwargs, self.cast)
             self._note(op, verdict, new_args, new_kwargs, len(verdict.casts))
             return verdict.op(*new_args, **new_kwargs)
-        follows = verdict.category == Category.FOLLOW and op in self.acting
+        follows = verdict.category == Category.FOLLOW and not verdict.closed and op in self.acting
         if follows and opens(op, tensors((args, kwargs))):
             return composite_kernel(op)(*args, **kwargs)
         self._note(op, verdict, args, kwargs, 0)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampgraph.internals import enter_autocast, exit_autocast
+from ampgraph.internals import detect_fake_mode, enter_autocast, exit_autocast
 from ampgraph.pipeline import Rewritten, rewrite_graph
 from ampgraph.policy import Policy
 from ampgraph.state import AutocastState
@@ -254,3 +254,20 @@ def dtypes_and_casts(
     with counter:
         out = function(leaves)
     return [t.dtype for t in leaves_of(out)], counter.casts
+
+
+class _Captured(fx.Interpreter):
+    """Leaves every node the fake value it had without autocast, as Dynamo does."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["example_value"] = super().run_node(n)
+        return n.meta["example_value"]
+
+
+def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """A program as a graph, traced on symbols and captured without autocast."""
+    gm = fx.symbolic_trace(function)
+    leaves = faked(inputs)
+    with detect_fake_mode(leaves) or FakeTensorMode():
+        _Captured(gm).run(*leaves)
+    return gm

@@ -126,10 +126,10 @@ F.grid_sample(<f 2,4,6,6>, <f 2,4,6,2>, align_corners=False)
 WEIGHTS = {
     "ALLOW": 34,
     "DENY": 16,
-    "FOLLOW": 22,
+    "FOLLOW": 20,
     "VIEWS": 11,
     "WRITES": 6,
-    "CASTS": 6,
+    "CASTS": 8,
     "OTHERS": 5,
 }
 

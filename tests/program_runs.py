@@ -34,6 +34,7 @@ class Outcome:
     written: dict[str, Tensor]
     grads: dict[str, Tensor | None]
     backward_error: str = ""
+    folded: int = 0  # casts that the compiler inserted and then removed
 
 
 def run(program: Program, call: Callable[..., Any], root: nn.Module, grad: bool) -> Outcome:
@@ -141,8 +142,9 @@ def ours(
     program: Program, gm: fx.GraphModule, policy: Policy, dtype: Ambient, grad: bool
 ) -> Outcome:
     """The captured graph rewritten, and run with autocast off."""
-    after = rewritten(gm, policy, dtype, grad).after
-    return run(program, after, after, grad)
+    result = rewritten(gm, policy, dtype, grad)
+    outcome = run(program, result.after, result.after, grad)
+    return dataclasses.replace(outcome, folded=result.casts.removed)
 
 
 def assert_same(program: Program, wanted: Outcome, got: Outcome) -> None:

@@ -27,8 +27,9 @@ ONE_DTYPE = _aten(
     # the rest
     "_chunk_cat _histogramdd_from_bin_tensors binary_cross_entropy cartesian_prod embedding_bag "
     "_embedding_bag _embedding_bag_forward_only fractional_max_pool2d fractional_max_pool3d "
-    "grid_sampler grid_sampler_2d grid_sampler_3d histogram meshgrid nll_loss nll_loss_forward nll_loss_nd nll_loss2d nll_loss2d_forward "
-    "_sparse_mm_reduce_impl scaled_dot_product_attention"
+    "grid_sampler grid_sampler_2d grid_sampler_3d histogram meshgrid nll_loss nll_loss_forward "
+    "nll_loss_nd nll_loss2d nll_loss2d_forward _sparse_mm_reduce_impl "
+    "scaled_dot_product_attention"
 )
 
 # Norms take float32 parameters beside a low-precision input, and no other mixture.

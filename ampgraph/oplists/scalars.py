@@ -1,43 +1,41 @@
 """Ops whose scalar arguments are values of the result's dtype, so that a large one can overflow.
 
-Read from the schemas in native_functions.yaml: only arguments that are stored in, compared with or
-combined with elements; never sizes, dims, probabilities or exponents.
+Read from the schemas in native_functions.yaml: only arguments that are stored in elements, bound
+them or are combined with them; never sizes, dims, probabilities, exponents, divisors or what is
+compared. For each, eager torch raises or gives infinity where the value does not fit
+(tests/test_constants.py); aliases such as `subtract` are opened into one of these.
+
+A factor is widened but never clamped: h.mul_(1e6) of a small h is finite as it is.
 """
 
+
+def _rows(names: str, *arguments: str) -> dict[str, frozenset[str]]:
+    return {f"aten::{name}": frozenset(arguments) for name in names.split()}
+
+
 VALUE_SCALARS: dict[str, frozenset[str]] = {
-    "aten::masked_fill": frozenset({"value"}),
-    "aten::masked_fill_": frozenset({"value"}),
-    "aten::fill": frozenset({"value"}),
-    "aten::fill_": frozenset({"value"}),
-    "aten::where": frozenset({"self", "other"}),
-    "aten::add": frozenset({"other"}),
-    "aten::add_": frozenset({"other"}),
-    "aten::sub": frozenset({"other"}),
-    "aten::sub_": frozenset({"other"}),
-    "aten::rsub": frozenset({"other"}),
-    "aten::mul": frozenset({"other"}),
-    "aten::mul_": frozenset({"other"}),
-    "aten::div": frozenset({"other"}),
-    "aten::div_": frozenset({"other"}),
-    "aten::clamp": frozenset({"min", "max"}),
-    "aten::clamp_": frozenset({"min", "max"}),
-    "aten::clamp_min": frozenset({"min"}),
-    "aten::clamp_max": frozenset({"max"}),
-    "aten::full_like": frozenset({"fill_value"}),
-    "aten::new_full": frozenset({"fill_value"}),
-    "aten::constant_pad_nd": frozenset({"value"}),
-    "aten::pad": frozenset({"value"}),
-    "aten::index_fill": frozenset({"value"}),
-    "aten::index_fill_": frozenset({"value"}),
-    "aten::scatter": frozenset({"value"}),
-    "aten::scatter_": frozenset({"value"}),
-    "aten::threshold": frozenset({"threshold", "value"}),
-    "aten::hardtanh": frozenset({"min_val", "max_val"}),
-    "aten::nan_to_num": frozenset({"nan", "posinf", "neginf"}),
+    **_rows("masked_fill masked_fill_ fill fill_ index_fill index_fill_ scatter scatter_", "value"),
+    **_rows("constant_pad_nd pad threshold threshold_", "value"),
+    **_rows("full_like new_full fill_diagonal_", "fill_value"),
+    **_rows("where", "self", "other"),
+    **_rows("add add_ sub sub_ rsub mul", "other"),
+    **_rows("clamp clamp_", "min", "max"),
+    **_rows("clamp_min clamp_min_", "min"),
+    **_rows("clamp_max clamp_max_", "max"),
+    **_rows("hardtanh hardtanh_", "min_val", "max_val"),
+    **_rows("nan_to_num nan_to_num_", "nan", "posinf", "neginf"),
 }
 
-# Factories whose fill value may travel to a low-precision op.
-FACTORIES = frozenset({"full", "full_like", "new_full", "tensor", "scalar_tensor", "new_tensor"})
+# Functions and methods that fill a tensor: the position and the name of what they fill it with.
+FILLS: dict[str, tuple[int, str]] = {
+    "full": (1, "fill_value"),
+    "full_like": (1, "fill_value"),
+    "new_full": (2, "fill_value"),
+    "tensor": (0, "data"),
+    "new_tensor": (1, "data"),
+    "scalar_tensor": (0, "s"),
+    "setitem": (2, ""),
+}
 
 # Ops that pass large elements on unchanged or nearly so: how a mask gets to where it is used.
 CARRIERS = frozenset(
