@@ -55,7 +55,8 @@ def explain(
     model = _original(model)
     counted: list[torch.dtype] = []
     inner: Any = aot_backend(_count_dtypes(counted)) if backward else "eager"
-    args, kwargs = pytree.tree_map_only(Tensor, _cut, (tuple(args), dict(kwargs or {})))
+    given: Any = pytree.tree_map_only(Tensor, _cut, (tuple(args), dict(kwargs or {})))
+    args, kwargs = given[0], dict[str, Any](given[1])
     with _untouched(model, args, kwargs), generous_recompile_limit(), compilations() as frames:
         run, records = _captured_by(door, model, policy, dtype, inner)
         out = run(*args, **kwargs)
