@@ -24,7 +24,6 @@ VALUE = "example_value"  # where Dynamo keeps a node's fake value
 CAST = "ampgraph_cast"  # marks the casts this compiler inserted, with the node they serve
 WRITES = "ampgraph_writes"  # marks the nodes that write in place
 PASS = "ampgraph_pass"  # the pass that made a node
-KEPT = "keep_functions"  # that pass: the only one that leaves autocast regions, around one node
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,9 @@ _PLAIN = (torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode:
-    """The fake mode of the values the graph's nodes carry.
-
-    While a backend runs, Dynamo has another one at hand; values that cannot be made anew, such as
-    nested tensors, stay in theirs.
-    """
-    values = [captured(node) for node in gm.graph.nodes]
-    own = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
-    return own or detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
+    """The fake mode of the values the graph's nodes carry."""
+    values = [captured(node) for node in gm.graph.nodes if node.op == "placeholder"]
+    return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """What the deciding passes write and the rewriting passes read: one plan a node."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -32,7 +31,7 @@ class Plan:
     Exactly one of these happens: `erase` the node; put `inline` (a traced composite whose
     placeholders stand for the operands at `inputs`) in its place; or keep it, with `casts` on its
     operands, `kwargs` set, the `literals` (old, new) and `positional` (index, new) arguments
-    replaced, `bodies` in place of the graph modules it names, and a `region` around it.
+    replaced, and `bodies` in place of the graph modules it names.
     """
 
     rows: tuple[Decision, ...] = ()
@@ -44,7 +43,6 @@ class Plan:
     inline: fx.GraphModule | None = None
     inputs: tuple[Position, ...] = ()
     bodies: tuple[tuple[int, fx.GraphModule], ...] = ()
-    region: tuple[tuple[str, torch.dtype], ...] = ()
     value: Any = None
     mutates: bool = False
     notes: tuple[str, ...] = ()
@@ -58,7 +56,6 @@ class Plan:
             or self.kwargs
             or self.literals
             or self.bodies
-            or self.region
         )
 
 
@@ -90,10 +87,6 @@ class Walk(Protocol):
 
     def policy(self, device_type: str) -> Policy:
         """The rules for a device type."""
-        ...
-
-    def quiet(self) -> contextlib.AbstractContextManager[Any]:
-        """Fake tensors, no autocast, no autograd, no new guards."""
         ...
 
     def nested(
