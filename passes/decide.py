@@ -54,7 +54,7 @@ from ampgraph.passes.keep_finite import LargeConstants
 from ampgraph.passes.open_composite import open_composite
 from ampgraph.passes.plan import Plan, Plans
 from ampgraph.passes.regions import is_region, step
-from ampgraph.passes.rows import notes_of, renamed, row, row_of
+from ampgraph.passes.rows import notes_of, renamed, row, rows_inside
 from ampgraph.passes.transforms import transformed
 from ampgraph.policy import Policy
 from ampgraph.state import AutocastState
@@ -210,10 +210,7 @@ class Decider:
         function = _as_function(node, self.env, varying)
         with self.quiet():
             body, found = open_composite(function, [o.value for o in varying], law, calls)
-        rows = tuple(
-            row_of(node, op_name(op), verdict.category, verdict.because, dtypes, (), casts)
-            for op, verdict, dtypes, casts in found
-        )
+        rows = rows_inside(node, found)
         value = fx.map_arg(_output(body), captured)
         return Plan(
             rows=rows,

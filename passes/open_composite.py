@@ -4,22 +4,33 @@ Sound because the trace runs at the PreDispatch key, above autograd: each op rec
 with the very arguments the dispatcher would pass on, in-place ops stay in place, and an op that
 has a rule of its own is recorded whole, as autocast excludes itself below it.
 
-    cross_entropy(h: bf16, t)   ->   _to_copy(h, fp32); log_softmax.int; nll_loss_nd
+    cross_entropy(h: bf16, t)   ->   log_softmax.int(h, 1, bf16); _to_copy(.., fp32); nll_loss
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ampgraph.dispatch import judge
-from ampgraph.graph import CAST, op_name
+from ampgraph.graph import CAST, captured, op_name
 from ampgraph.internals import OpOverload, composite_kernel, make_fx
 from ampgraph.listener import Call, carry_out, opens
 from ampgraph.mend import mend
 from ampgraph.policy import Category
 from ampgraph.verdict import REPAIR, Law, Verdict, tensors, widens
+
+
+@dataclass
+class Inner:
+    """One op that was recorded: what was decided for it, and how it was called."""
+
+    op: OpOverload
+    verdict: Verdict
+    dtypes_in: tuple[torch.dtype, ...]
+    dtypes_out: tuple[torch.dtype, ...] = ()
 
 
 class Opener:
@@ -39,7 +50,8 @@ class Opener:
             if call.verdict.category == REPAIR
         }
         self.widened: dict[int, tuple[Tensor, Tensor]] = {}
-        self.rows: list[tuple[OpOverload, Verdict, tuple[torch.dtype, ...], int]] = []
+        self.found: list[Inner] = []
+        self.again: OpOverload | None = None  # called once more, its arguments now cast
 
     def table(self, calls: Sequence[Call]) -> dict[OpOverload, Callable[..., Any]]:
         """Decompositions for these ops and the ones inside them."""
@@ -54,12 +66,16 @@ class Opener:
             verdict = mend(op, args, kwargs) or verdict
         if verdict.acts:
             new_args, new_kwargs = carry_out(verdict, args, kwargs, self.cast)
-            self._note(op, verdict, new_args, new_kwargs, len(verdict.casts))
-            return verdict.op(*new_args, **new_kwargs)
+            self._note(op, verdict, new_args, new_kwargs)
+            self.again = verdict.op
+            out = verdict.op(*new_args, **new_kwargs)
+            self.again = None
+            return out
         follows = verdict.category == Category.FOLLOW and not verdict.closed and op in self.acting
         if follows and opens(op, tensors((args, kwargs))):
             return composite_kernel(op)(*args, **kwargs)
-        self._note(op, verdict, args, kwargs, 0)
+        if self.again is not op:
+            self._note(op, verdict, args, kwargs)
         return NotImplemented
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -75,12 +91,8 @@ class Opener:
             self.widened[id(made)] = (made, narrow)  # kept alive, so that its id stays its own
         return made
 
-    def _note(
-        self, op: OpOverload, verdict: Verdict, args: object, kwargs: object, casts: int
-    ) -> None:
-        if self.rows and casts == 0 and self.rows[-1][3] > 0 and self.rows[-1][1].op is op:
-            return  # the same call again, its arguments now cast
-        self.rows.append((op, verdict, tuple(t.dtype for t in tensors((args, kwargs))), casts))
+    def _note(self, op: OpOverload, verdict: Verdict, args: object, kwargs: object) -> None:
+        self.found.append(Inner(op, verdict, tuple(t.dtype for t in tensors((args, kwargs)))))
 
 
 def _signature(op: OpOverload, args: object) -> tuple[Any, ...]:
@@ -92,8 +104,8 @@ def open_composite(
     inputs: Sequence[Any],
     law: Law,
     calls: Sequence[Call],
-) -> tuple[fx.GraphModule, list[tuple[OpOverload, Verdict, tuple[torch.dtype, ...], int]]]:
-    """Trace `function(*inputs)`, seen to make `calls`, under `law`: its graph and a row an op."""
+) -> tuple[fx.GraphModule, list[Inner]]:
+    """Trace `function(*inputs)`, seen to make `calls`, under `law`: its graph and the ops in it."""
     opener = Opener(law, calls)
     gm = make_fx(
         function,
@@ -107,4 +119,13 @@ def open_composite(
             node.meta[CAST] = op_name(node.target)
             if not node.users:
                 gm.graph.erase_node(node)
-    return gm, opener.rows
+    _results(gm, opener.found)
+    return gm, opener.found
+
+
+def _results(gm: fx.GraphModule, found: Sequence[Inner]) -> None:
+    """Note what the ops return: the same ops stand in the graph in the same order."""
+    waiting = list(found)
+    for node in gm.graph.nodes:
+        if waiting and CAST not in node.meta and node.target is waiting[0].verdict.op:
+            waiting.pop(0).dtypes_out = tuple(t.dtype for t in tensors(captured(node)))

@@ -10,6 +10,7 @@ from torch import fx
 from ampgraph.decision import Decision
 from ampgraph.graph import module_of, op_name, source_of
 from ampgraph.listener import Call
+from ampgraph.passes.open_composite import Inner
 from ampgraph.passes.plan import Plan
 from ampgraph.policy import Category
 from ampgraph.verdict import CONSTANT, REPAIR, widest
@@ -81,3 +82,20 @@ def renamed(plan: Plan, node: fx.Node) -> Plan:
     }
     rows = tuple(dataclasses.replace(row, **where) for row in plan.rows)
     return dataclasses.replace(plan, rows=rows, notes=notes_of(rows))
+
+
+def rows_inside(node: fx.Node, found: Sequence[Inner]) -> tuple[Decision, ...]:
+    """A row for each op of an opened composite."""
+    return tuple(
+        row_of(
+            node,
+            op_name(inner.op),
+            inner.verdict.category,
+            inner.verdict.because,
+            inner.dtypes_in,
+            inner.dtypes_out,
+            len(inner.verdict.casts),
+            fp32=bool(inner.verdict.kwargs),
+        )
+        for inner in found
+    )
