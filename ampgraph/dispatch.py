@@ -26,6 +26,8 @@ BANNED_CURE = (
     "with Policy.deny(op), or call it inside torch.autocast(device, enabled=False)"
 )
 
+ALIAS = "in a float32 module, but returns or writes its input: left as it is"
+
 
 def judge(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], law: Law) -> Verdict:
     """What autocast (or the module's rule) does to this call, else repair, else nothing.
@@ -33,22 +35,22 @@ def judge(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], law: L
     Raises BannedOpError for ops that autocast refuses.
     """
     inputs = tensors((args, kwargs))
-    verdict = _module_verdict(op, inputs, law)
-    if verdict is None:
-        verdict = _autocast_verdict(op, inputs, args, kwargs, law)
+    in_fp32 = law.module is not None and law.module.dtype == FP32
+    if in_fp32 and not _aliases(op):
+        return _module_verdict(op, inputs, law)
+    verdict = _autocast_verdict(op, inputs, args, kwargs, law)
     if verdict.acts or verdict.category != Category.FOLLOW:
         return verdict
-    return too_big(op, args, kwargs, law) or mixed(op, args, kwargs) or verdict
+    found = too_big(op, args, kwargs, law) or mixed(op, args, kwargs)
+    return found or (Verdict(op, "module", ALIAS) if in_fp32 else verdict)
 
 
-def _module_verdict(op: OpOverload, inputs: Sequence[Tensor], law: Law) -> Verdict | None:
-    rule = law.module
-    if rule is None or rule.dtype != FP32 or _aliases(op):
-        return None
+def _module_verdict(op: OpOverload, inputs: Sequence[Tensor], law: Law) -> Verdict:
     casts: dict[int, torch.dtype] = {}
     for device_type in law.state.enabled():
         casts |= _cast_to(inputs, device_type, FP32)
-    return Verdict(op, "module", f"module rule {rule.match!r}: float32", casts)
+    match = law.module.match if law.module else ""
+    return Verdict(op, "module", f"module rule {match!r}: float32", casts)
 
 
 def _aliases(op: OpOverload) -> bool:

@@ -44,6 +44,10 @@ torch.rnn_tanh_cell(<f 4,8>, <f 4,8>, <p 8,8>, <p 8,8>)
 attention(<f 4,2,8>, <f 4,2,8>, <f 4,2,8>, <p 24,8>, <p 24>, <p 8,8>, <p 8>, {True|False})
 F.bilinear(<f 4,8>, <f 4,8>, <p 8,8,8>)
 torch.tensordot(<f 4,8>, <f 8,8>, dims=1)
+F.linear(<f ...,8>.float(), <p 8,8>)
+F.linear(<f 4,8>.to(torch.float32).t().reshape(4, 8), <p 8,8>)
+<f ...,8>.float().view(-1, 8) @ <f 8,8>
+torch.mm(<f 2,4,8>.float()[0], <p 8,8>)
 """
 
 # Ops that one of the lists sends to float32, keeps accumulating in float32 or promotes.
@@ -126,10 +130,10 @@ F.grid_sample(<f 2,4,6,6>, <f 2,4,6,2>, align_corners=False)
 WEIGHTS = {
     "ALLOW": 34,
     "DENY": 16,
-    "FOLLOW": 20,
+    "FOLLOW": 22,
     "VIEWS": 11,
     "WRITES": 6,
-    "CASTS": 8,
+    "CASTS": 6,
     "OTHERS": 5,
 }
 

@@ -160,10 +160,6 @@ CASTS = """
 <f *>.type_as(<f =>)
 <f *>.to(<f =>)
 <f *>.float().view(-1)
-F.linear(<f ...,8>.float(), <p 8,8>)
-F.linear(<f 4,8>.to(torch.float32).t().reshape(4, 8), <p 8,8>)
-<f ...,8>.float().view(-1, 8) @ <f 8,8>
-torch.mm(<f 2,4,8>.float()[0], <p 8,8>)
 <f *>.long()
 <f *>.bool()
 <i *>.float()

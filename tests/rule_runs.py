@@ -29,7 +29,7 @@ CALLS_RULED_OPS = ("attention", "_cell")
 VIEWS = frozenset(
     "view reshape flatten unflatten unsqueeze squeeze t transpose permute movedim swapaxes expand "
     "narrow select chunk split unbind tensor_split diagonal unfold contiguous detach view_as "
-    "broadcast_tensors meshgrid real view_as_real view_as_complex get setitem iadd imul".split()
+    "real view_as_real view_as_complex get setitem iadd imul".split()
 )
 
 
