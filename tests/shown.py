@@ -7,6 +7,7 @@ eager autocast on CPU; for the CUDA lists, the dtypes and casts of the dispatche
 """
 
 from collections.abc import Callable
+from textwrap import dedent
 from typing import Any
 
 import torch
@@ -93,6 +94,11 @@ def shown(
         oracle.run(after, inputs)
         assert_like_cuda(function, inputs, dtype)
     return text(done.after)
+
+
+def see(after: str, expected: str) -> None:
+    """The text is the expected one, indented as it may be."""
+    assert after == dedent(expected).strip()
 
 
 def assert_like_cuda(

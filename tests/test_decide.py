@@ -1,7 +1,6 @@
 """What autocast does to one op of each category, and what it leaves alone, as programs after it."""
 
 from collections.abc import Callable
-from textwrap import dedent
 
 import pytest
 import torch
@@ -13,13 +12,9 @@ import oracle
 from ampgraph.errors import BannedOpError
 from ampgraph.policy import Policy
 from oracle import Call
-from shown import BF16, shown, text, values
+from shown import BF16, see, shown, text, values
 
 ATEN = torch.ops.aten
-
-
-def see(after: str, expected: str) -> None:
-    assert after == dedent(expected).strip()
 
 
 def test_allow_casts_to_the_regions_dtype() -> None:

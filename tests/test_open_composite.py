@@ -1,20 +1,14 @@
 """Composites that hide a listed op are opened; all others stay as the user wrote them."""
 
-from textwrap import dedent
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import oracle
 from ampgraph.policy import Policy
-from shown import BF16, FP32, shown, text, values
+from shown import BF16, FP32, see, shown, text, values
 
 TARGET = torch.tensor([1, 0, 3, 2])
-
-
-def see(after: str, expected: str) -> None:
-    assert after == dedent(expected).strip()
 
 
 def test_cross_entropy_for_cuda() -> None:
