@@ -201,8 +201,10 @@ class Drawer:
         if fits and self.rng.random() >= FRESH.get(kind, 0.3):
             return self.rng.choice(fits[-4:] if self.rng.random() < 0.6 else fits)
         name = {"p": "p", "o": "b"}.get(kind, "x") + str(self._next())
-        tensor = self._tensor(kind, self._shape(wanted, first))
-        self.inputs[name], self.values[name] = tensor, copied(tensor)
+        shape = self._shape(wanted, first)
+        with torch._C.DisableTorchFunction():  # a reference's rules are not for making inputs
+            self.inputs[name] = self._tensor(kind, shape)
+            self.values[name] = copied(self.inputs[name])
         return name
 
     def _shape(self, wanted: str, first: tuple[int, ...]) -> tuple[int, ...]:
