@@ -3,7 +3,7 @@
 import contextlib
 import re
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ampgraph.internals import (
     OpOverload,
     detect_fake_mode,
     is_functorch_wrapped,
+    is_wrapper_subclass,
     schema_of,
 )
 
@@ -24,6 +25,7 @@ VALUE = "example_value"  # where Dynamo keeps a node's fake value
 CAST = "ampgraph_cast"  # marks the casts this compiler inserted, with the node they serve
 WRITES = "ampgraph_writes"  # marks the nodes that write in place
 PASS = "ampgraph_pass"  # the pass that made a node
+KEPT = "keep_functions"  # that pass: the only one that leaves autocast regions, around one node
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def fresh(value: Any, mode: FakeTensorMode) -> Any:
     def one(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
+        if is_wrapper_subclass(leaf):
+            return _wrapped(leaf, one)
         if leaf.layout != torch.strided or type(leaf) not in (torch.Tensor, *_PLAIN):
             return leaf.detach()
         with mode:
@@ -94,12 +98,20 @@ def fresh(value: Any, mode: FakeTensorMode) -> Any:
     return pytree.tree_map(one, value)
 
 
+def _wrapped(value: Any, inside: Callable[[object], object]) -> Any:
+    """A tensor made of others (nested, distributed), made again of what `inside` returns."""
+    names, context = value.__tensor_flatten__()
+    parts = {name: inside(getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
+
+
 def like(value: Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> Tensor:
     """A fake tensor of `value`'s shape, with its need of a gradient, in another dtype."""
     with mode, torch.no_grad(), no_guards(mode):
         if is_functorch_wrapped(value) or getattr(value, "fake_mode", mode) is not mode:
             return torch.empty(tuple(value.size()), dtype=dtype, device=value.device)
-        return torch.empty_like(value, dtype=dtype).requires_grad_(value.requires_grad)
+        own = fresh(value, mode) if is_wrapper_subclass(value) else value
+        return torch.empty_like(own, dtype=dtype).requires_grad_(value.requires_grad)
 
 
 _PLAIN = (torch.nn.Parameter, torch.nn.Buffer, FakeTensor)

@@ -31,7 +31,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "FakeTensor",
@@ -161,6 +161,35 @@ def autocast_off_at_run_time() -> Generator[None]:
             torch.set_autocast_enabled(device, True)
 
 
+@contextlib.contextmanager
+def autocast_as(on: Mapping[str, torch.dtype]) -> Generator[None]:
+    """Autocast on for these devices, on any build: torch.autocast("cuda") asks for a GPU."""
+    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in on]
+    try:
+        for device, dtype in on.items():
+            torch.set_autocast_enabled(device, True)
+            torch.set_autocast_dtype(device, dtype)
+        yield
+    finally:
+        for device, enabled, dtype in before:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+
+
+def has_python_backward(tree: object) -> bool:
+    """Whether an `autograd.Function` stands in the history of a result."""
+    leaves = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+    ahead, seen = [t.grad_fn for t in leaves], set[Any]()
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [after for after, _ in node.next_functions]
+    return False
+
+
 def compile_wrapper_in_caller() -> object | None:
     """The `torch._TorchCompileWrapper` that is calling the backend, one object per torch.compile.
 
@@ -285,6 +314,11 @@ def dynamo_frame_id() -> str:
     """Dynamo's id of the compilation in progress, such as "0/1"; "" outside of one."""
     found = torch._guards.CompileContext.current_compile_id()
     return str(found) if found else ""
+
+
+def is_wrapper_subclass(value: torch.Tensor) -> bool:
+    """Whether the tensor is made of others: nested, distributed, and other traceable subclasses."""
+    return is_traceable_wrapper_subclass(value)
 
 
 _FUNCTORCH = (

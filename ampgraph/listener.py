@@ -14,6 +14,7 @@ from ampgraph.internals import (
     PreDispatchMode,
     composite_kernel,
     is_composite,
+    is_wrapper_subclass,
     needs_elements,
     schema_of,
 )
@@ -68,7 +69,7 @@ def carry_out(
 
 
 class DataDependentError(Exception):
-    """An op whose result depends on its elements: fake tensors cannot run it again."""
+    """An op that fake tensors cannot run again: its result depends on elements or a subclass."""
 
 
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -131,6 +132,9 @@ class Listener(PreDispatchMode):
         verdict = judge(func, args, kwargs, self.law)
         call = Call(func, verdict, tuple(tensors((args, kwargs))), cast_order(args, kwargs))
         self.calls.append(call)
+        if any(is_wrapper_subclass(t) for t in call.inputs):
+            self._carried_out(call, args, kwargs)
+            raise DataDependentError(func.name())  # nested and distributed tensors run their way
         follows = verdict.category in (Category.FOLLOW, REPAIR) and not verdict.closed
         if follows and opens(func, call.inputs):
             out = self._inside(call, args, kwargs)

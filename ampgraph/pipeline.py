@@ -14,9 +14,10 @@ from ampgraph import settings
 from ampgraph.decision import CastCounts, Decision
 from ampgraph.graph import captured, fake_mode_of, op_name
 from ampgraph.internals import FakeTensorMode
+from ampgraph.passes.cast_outputs import cast_outputs
 from ampgraph.passes.decide import Decider
 from ampgraph.passes.fold_casts import fold_casts
-from ampgraph.passes.insert_casts import cast_outputs, insert_casts
+from ampgraph.passes.insert_casts import insert_casts
 from ampgraph.passes.plan import Plans
 from ampgraph.policy import Policy
 from ampgraph.state import OFF, AutocastState

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.errors import VerifyError
-from ampgraph.graph import CAST, captured, source_of
+from ampgraph.graph import CAST, KEPT, PASS, captured, source_of
 from ampgraph.internals import enter_autocast, exit_autocast
 
 
@@ -32,7 +32,8 @@ def count_casts(gm: fx.GraphModule) -> int:
 
 def _no_region(node: fx.Node) -> str | None:
     wraps = getattr(node.target, "_name", "") == "wrap_with_autocast"
-    if wraps or node.target in (enter_autocast, exit_autocast):
+    kept = node.meta.get(PASS) == KEPT
+    if wraps or (node.target in (enter_autocast, exit_autocast) and not kept):
         return "an autocast region is left in the graph"
     return None
 

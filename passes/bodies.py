@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.decision import Decision
-from ampgraph.graph import captured, fresh, like, module_of, references, source_of
-from ampgraph.passes.insert_casts import cast_outputs, insert_casts
+from ampgraph.graph import arguments, call, captured, fresh, like, references
+from ampgraph.passes.cast_outputs import cast_outputs
+from ampgraph.passes.flex_attention import flex_attention
+from ampgraph.passes.insert_casts import insert_casts
 from ampgraph.passes.plan import Cast, Plan, Plans, Walk
-from ampgraph.policy import Category
 from ampgraph.state import OFF, AutocastState
-from ampgraph.verdict import eligible, widest
+from ampgraph.verdict import widest
 
 
 @dataclasses.dataclass
@@ -225,66 +225,44 @@ def _autograd_function(decider: Walk, node: fx.Node) -> Plan:
     return _plan(decider, node, {0: body, 1: undone}, _dtypes(outs))
 
 
-def _flex_attention(decider: Walk, node: fx.Node) -> Plan:
-    """q, k and v as scaled_dot_product_attention would have them; score_mod is left alone."""
-    sdpa = torch.ops.aten.scaled_dot_product_attention.default
-    casts: list[Cast] = []
-    rows: list[Decision] = []
-    value = captured(node)
-    for device_type, dtype in decider.state.enabled().items():
-        rule = decider.policy(device_type).rule_for(sdpa)
-        found = [decider.env[n] for n in node.args[:3]]  # type: ignore[index]
-        wanted = _attention_dtype(rule.category, found, device_type, dtype)
-        if wanted is None:
-            continue
-        casts += [
-            Cast((i, ()), wanted)
-            for i, t in enumerate(found)
-            if eligible(t, device_type) and t.dtype != wanted
-        ]
-        rows.append(_flex_row(node, rule.category, rule.because, wanted, len(casts)))
-        value = (like(value[0], wanted, decider.mode), *value[1:])
-    return Plan(rows=tuple(rows), casts=tuple(casts), value=fresh(value, decider.mode))
+def _hook(decider: Walk, node: fx.Node) -> Plan:
+    """`register_hook`: the tensor passes through; the hook runs in backward, on its gradient."""
+    value = decider.env[references(node)[0]]
+    module = _module(decider, node.args[1])
+    inputs = _retyped(decider, module, [value, *_values(decider, node.args[2:])])
+    body = _rewrite(decider, module, inputs, OFF)
+    body = _agree(decider, body, [value.dtype], "hook: a gradient has its tensor's dtype")
+    return _plan(decider, node, {1: body}, [value.dtype])
 
 
-def _attention_dtype(
-    category: Category, qkv: Sequence[Tensor], device_type: str, low: torch.dtype
-) -> torch.dtype | None:
-    found = [t.dtype for t in qkv if eligible(t, device_type)]
-    if not found:
-        return None
-    if category is Category.ALLOW:
-        return low
-    return torch.float32 if category is Category.DENY else widest(found)
-
-
-def _flex_row(
-    node: fx.Node, category: str, because: str, dtype: torch.dtype, casts: int
-) -> Decision:
-    return Decision(
-        op="higher_order.flex_attention",
-        node=node.name,
-        dtype=dtype,
-        category=str(category),
-        because=f"as scaled_dot_product_attention: {because}",
-        module=module_of(node),
-        source=source_of(node),
-        dtypes_in=(dtype,) * 3,
-        dtypes_out=(dtype,),
-        casts=casts,
-    )
+def _print(decider: Walk, node: fx.Node) -> Plan:
+    """Prints what is there."""
+    return Plan(value=captured(node))
 
 
 def _unknown(decider: Walk, node: fx.Node) -> Plan:
-    """An op we know nothing of keeps the dtypes it was captured with."""
+    """An op we know nothing of gets what it was captured with, and runs with autocast off."""
     casts: list[Cast] = []
+    env: dict[fx.Node, Any] = {}
     for index, reference in enumerate(references(node)):
         was, now = captured(reference), decider.env[reference]
+        env[reference] = now
         if isinstance(was, Tensor) and isinstance(now, Tensor) and was.dtype != now.dtype:
             casts.append(Cast((index, ()), was.dtype))
+            env[reference] = like(now, was.dtype, decider.mode)
     note = f"{node.name}: {node.target} is kept in the dtypes it was captured with"
-    value = fresh(captured(node), decider.mode)
+    value = fresh(_without_autocast(decider, node, env), decider.mode)
     return Plan(casts=tuple(casts), value=value, notes=(note,), mutates=True)
+
+
+def _without_autocast(decider: Walk, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+    """What the op returns outside of any region; its captured value where it cannot be run."""
+    args, kwargs = arguments(node, env)
+    try:
+        with decider.quiet():
+            return call(node, args, kwargs)
+    except Exception:
+        return captured(node)
 
 
 _KINDS: dict[str, Callable[[Walk, fx.Node], Plan]] = {
@@ -300,5 +278,10 @@ _KINDS: dict[str, Callable[[Walk, fx.Node], Plan]] = {
     "scan": _scan,
     "associative_scan": _associative_scan,
     "autograd_function_apply": _autograd_function,
-    "flex_attention": _flex_attention,
+    "flex_attention": flex_attention,
+    "foreach_map": _called(0),
+    "hints_wrapper": _called(0),
+    "strict_mode": _called(0),
+    "register_hook": _hook,
+    "print": _print,
 }

@@ -51,6 +51,7 @@ from ampgraph.listener import Call, DataDependentError, Listener
 from ampgraph.passes.bodies import plan_higher_order
 from ampgraph.passes.direct import direct
 from ampgraph.passes.keep_finite import LargeConstants
+from ampgraph.passes.keep_functions import kept_function
 from ampgraph.passes.open_composite import open_composite
 from ampgraph.passes.plan import Plan, Plans
 from ampgraph.passes.regions import is_region, step
@@ -128,6 +129,9 @@ class Decider:
         opaque = node.op == "call_module"  # left by inline_modules: it computes nothing
         if opaque or not any(isinstance(o.value, Tensor) for o in here):
             return self._without_tensors(node)
+        whole = kept_function(self, node)
+        if whole is not None:
+            return whole
         law = self.law(node)
         key = _key(node, here, law)
         if key is None or key not in self.cache:

@@ -18,12 +18,18 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.graph import CAST, PASS, VALUE, WRITES, captured, is_mutable, like, references
-from ampgraph.internals import FakeTensorMode, copy_dynamo_source, new_graph_like
+from ampgraph.graph import CAST, KEPT, PASS, VALUE, WRITES, captured, is_mutable, like, references
+from ampgraph.internals import (
+    FakeTensorMode,
+    copy_dynamo_source,
+    enter_autocast,
+    exit_autocast,
+    new_graph_like,
+)
 from ampgraph.passes.plan import Cast, Plan, Plans
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
-_SITE = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+SITE = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 
 class Inserter:
@@ -44,12 +50,20 @@ class Inserter:
             elif plan.inline is not None:
                 self._inline(node, plan)
             else:
+                entered = [self._enter(node, *on) for on in plan.region]
                 self._copy(node, plan)
+                for region in reversed(entered):
+                    self._site(self.graph.call_function(exit_autocast, (region,)), node, KEPT)
             if plan.mutates:
                 self.shared.clear()
         self._forget_replaced_bodies()
         self._keep_requires_grad()
         return self._module()
+
+    def _enter(self, node: fx.Node, device_type: str, dtype: torch.dtype) -> fx.Node:
+        region = self.graph.call_function(enter_autocast, (device_type, dtype, True, None))
+        self._site(region, node, KEPT)
+        return region
 
     def _keep_requires_grad(self) -> None:
         """Outputs still say whether they need a gradient: invoke_subgraph asks them."""
@@ -182,9 +196,9 @@ class Inserter:
         self.shared[key] = made
         return made
 
-    def _site(self, new: fx.Node, node: fx.Node) -> None:
-        new.meta.update({k: node.meta[k] for k in _SITE if k in node.meta})
-        new.meta[PASS] = "insert_casts"
+    def _site(self, new: fx.Node, node: fx.Node, by: str = "insert_casts") -> None:
+        new.meta.update({k: node.meta[k] for k in SITE if k in node.meta})
+        new.meta[PASS] = by
 
     def _body(self, reference: fx.Node, body: fx.GraphModule) -> fx.Node:
         name = f"{reference.target}_amp"
@@ -218,7 +232,7 @@ class Inserter:
         args, kwargs = fx.map_arg((inner.args, dict(inner.kwargs)), lambda n: env[n])
         new = self.graph.create_node(inner.op, target, args, kwargs, f"{node.name}_{inner.name}")
         self._site(new, node)
-        new.meta.update({k: inner.meta[k] for k in _SITE if k in inner.meta})
+        new.meta.update({k: inner.meta[k] for k in SITE if k in inner.meta})
         new.meta[PASS] = "open_composite"
         if is_mutable(target):
             new.meta[WRITES] = True
@@ -270,28 +284,3 @@ def insert_casts(
 ) -> fx.GraphModule:
     """A copy of `gm` with `plans` carried out."""
     return Inserter(gm, plans, mode, grad).run()
-
-
-def cast_outputs(
-    gm: fx.GraphModule, dtypes: dict[int, torch.dtype], mode: FakeTensorMode, served: str
-) -> None:
-    """Cast the outputs at these flat positions, in place."""
-    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-    leaves, spec = pytree.tree_flatten(output.args[0])
-    for position, dtype in dtypes.items():
-        source = leaves[position]
-        with gm.graph.inserting_before(output):
-            new = gm.graph.create_node(
-                "call_function",
-                torch.ops.aten._to_copy.default,
-                (source,),
-                {"dtype": dtype},
-                name=f"{source.name}_{SHORT.get(dtype, 'cast')}",
-            )
-        new.meta.update({k: source.meta[k] for k in _SITE if k in source.meta})
-        new.meta |= {PASS: "restore_outputs", CAST: served}
-        new.meta[VALUE] = like(captured(source), dtype, mode)
-        leaves[position] = new
-    output.args = (pytree.tree_unflatten(leaves, spec),)
-    if dtypes:
-        gm.recompile()

@@ -1,5 +1,6 @@
 """What the deciding passes write and the rewriting passes read: one plan a node."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ class Plan:
     Exactly one of these happens: `erase` the node; put `inline` (a traced composite whose
     placeholders stand for the operands at `inputs`) in its place; or keep it, with `casts` on its
     operands, `kwargs` set, the `literals` (old, new) and `positional` (index, new) arguments
-    replaced, and `bodies` in place of the graph modules it names.
+    replaced, `bodies` in place of the graph modules it names, and a `region` around it.
     """
 
     rows: tuple[Decision, ...] = ()
@@ -43,6 +44,7 @@ class Plan:
     inline: fx.GraphModule | None = None
     inputs: tuple[Position, ...] = ()
     bodies: tuple[tuple[int, fx.GraphModule], ...] = ()
+    region: tuple[tuple[str, torch.dtype], ...] = ()
     value: Any = None
     mutates: bool = False
     notes: tuple[str, ...] = ()
@@ -56,6 +58,7 @@ class Plan:
             or self.kwargs
             or self.literals
             or self.bodies
+            or self.region
         )
 
 
@@ -87,6 +90,10 @@ class Walk(Protocol):
 
     def policy(self, device_type: str) -> Policy:
         """The rules for a device type."""
+        ...
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """Fake tensors, no autocast, no autograd, no new guards."""
         ...
 
     def nested(

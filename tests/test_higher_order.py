@@ -1,10 +1,14 @@
 """Higher-order ops: their bodies are rewritten in the dtypes their operands now have."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.foreach_map import foreach_map
+from torch._higher_order_ops.hints_wrap import hints_wrapper
+from torch._higher_order_ops.strict_mode import strict_mode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -162,3 +166,50 @@ def test_flex_attention_with_masks_and_scores() -> None:
     assert_same(out, want)
     found = ops(compiled)
     assert found["higher_order.flex_attention", BF16] == 1, f"named in the report: {found}"
+
+
+# --- others ---
+
+
+def hook(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    h.register_hook(lambda g: (g @ g.T) @ g * 2)
+    return h.relu()
+
+
+def foreach(x: Tensor, w: Tensor) -> list[Tensor]:
+    return foreach_map(torch.matmul, [x, w], [w, x])
+
+
+def hints(x: Tensor, w: Tensor) -> Tensor:
+    return hints_wrapper(lambda x: (x @ w).relu(), (x,), {}, hints={"name": 1})
+
+
+def strict(x: Tensor, w: Tensor) -> Tensor:
+    return strict_mode(lambda x: (x @ w).relu(), (x,))
+
+
+def shown(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    torch._higher_order_ops.print("{}", h)
+    return h
+
+
+@pytest.mark.parametrize(
+    ("program", "inner"),
+    [(hook, "eager"), (hook, "aot_eager"), (foreach, "eager"), (shown, "eager")],
+)
+def test_small_ones(program: Callable[..., Any], inner: str) -> None:
+    """A hook runs in backward, and with autocast off."""
+    args = (torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True))
+    assert_like_eager(program, args, inner=inner, backward=program is hook)
+
+
+@pytest.mark.parametrize("program", [hints, strict])
+def test_wrappers(program: Callable[..., Any]) -> None:
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    compiled = compiled_plainly(program)
+    with autocast():
+        want = (x @ w).relu()
+    assert_same(compiled(x, w), want)
+    assert_casts_inside(compiled)

@@ -1,0 +1,38 @@
+"""Give a graph's outputs the dtypes that are wanted of them, in place.
+
+The last pass for `outputs="original"`, whose callers expect what they captured; and for the bodies
+of higher-order ops, whose branches must agree and whose carried values keep their dtype.
+"""
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ampgraph.graph import CAST, PASS, VALUE, captured, like
+from ampgraph.internals import FakeTensorMode
+from ampgraph.passes.insert_casts import SHORT, SITE
+
+
+def cast_outputs(
+    gm: fx.GraphModule, dtypes: dict[int, torch.dtype], mode: FakeTensorMode, served: str
+) -> None:
+    """Cast the outputs at these flat positions, in place."""
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    leaves, spec = pytree.tree_flatten(output.args[0])
+    for position, dtype in dtypes.items():
+        source = leaves[position]
+        with gm.graph.inserting_before(output):
+            new = gm.graph.create_node(
+                "call_function",
+                torch.ops.aten._to_copy.default,
+                (source,),
+                {"dtype": dtype},
+                name=f"{source.name}_{SHORT.get(dtype, 'cast')}",
+            )
+        new.meta.update({k: source.meta[k] for k in SITE if k in source.meta})
+        new.meta |= {PASS: "restore_outputs", CAST: served}
+        new.meta[VALUE] = like(captured(source), dtype, mode)
+        leaves[position] = new
+    output.args = (pytree.tree_unflatten(leaves, spec),)
+    if dtypes:
+        gm.recompile()
