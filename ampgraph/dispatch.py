@@ -18,8 +18,9 @@ from ampgraph.errors import BannedOpError
 from ampgraph.internals import OpOverload, schema_of
 from ampgraph.mend import mixed, too_big
 from ampgraph.oplists import append_target
+from ampgraph.oplists.inside import CALLED_INSIDE
 from ampgraph.policy import Category, Policy
-from ampgraph.verdict import FP32, Law, Verdict, eligible, named, tensors, widest
+from ampgraph.verdict import FP32, KERNEL, Law, Verdict, eligible, named, tensors, widest
 
 BANNED_CURE = (
     "binary_cross_entropy: use binary_cross_entropy_with_logits, which is safe; or ask for float32 "
@@ -41,8 +42,15 @@ def judge(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], law: L
     verdict = _autocast_verdict(op, inputs, args, kwargs, law)
     if verdict.acts or verdict.category != Category.FOLLOW:
         return verdict
-    found = too_big(op, args, kwargs, law) or mixed(op, args, kwargs)
+    found = too_big(op, args, kwargs, law) or mixed(op, args, kwargs) or _kernel(op, inputs, law)
     return found or (Verdict(op, "module", ALIAS) if in_fp32 else verdict)
+
+
+def _kernel(op: OpOverload, inputs: Sequence[Tensor], law: Law) -> Verdict | None:
+    inside = CALLED_INSIDE.get(op.name())
+    if inside is None or not any(t.device.type in law.state.enabled() for t in inputs):
+        return None
+    return Verdict(op, KERNEL, f"calls {inside} inside, which eager autocast casts: kept whole")
 
 
 def _module_verdict(op: OpOverload, inputs: Sequence[Tensor], law: Law) -> Verdict:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampgraph.backend import Backend, Record, records_of
 from ampgraph.compiler import Door
+from ampgraph.errors import OptionError
 from ampgraph.internals import (
     OptimizedModule,
     aot_backend,
@@ -52,6 +53,7 @@ def explain(
     Raises:
         OptionError, PolicyError: bad arguments. RewriteError: a node that cannot be rewritten.
     """
+    _check_arguments(args, kwargs)
     model = _original(model)
     counted: list[torch.dtype] = []
     inner: Any = aot_backend(_count_dtypes(counted)) if backward else "eager"
@@ -112,6 +114,17 @@ def _count_dtypes(counted: list[torch.dtype]) -> Callable[[torch.fx.GraphModule]
                 counted.append(value.dtype)
 
     return look
+
+
+def _check_arguments(args: object, kwargs: object) -> None:
+    """A lone tensor would be taken apart into its rows without a word."""
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, (Mapping, type(None))):
+        raise OptionError(
+            f"explain(model, args, kwargs) got a {type(args).__name__} and a "
+            f"{type(kwargs).__name__}",
+            cure="put the positional arguments in a tuple and the named ones in a dict: "
+            "explain(model, (x, mask), {'labels': y})",
+        )
 
 
 def _cut(tensor: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ class Decider:
         mutates = any(schema_of(c.op).is_mutable for c in calls)
         if not any(c.acts for c in calls):
             rows = (row(node, calls),) if calls else ()
-            return Plan(rows=rows, value=value, mutates=mutates)
+            return Plan(rows=rows, value=value, mutates=mutates, notes=notes_of(rows))
         plan = direct(node, here, calls)
         if plan is None:
             opened = self._opened(node, here, law, calls)

@@ -13,9 +13,9 @@ from ampgraph.listener import Call
 from ampgraph.passes.open_composite import Inner
 from ampgraph.passes.plan import Plan
 from ampgraph.policy import Category
-from ampgraph.verdict import CONSTANT, REPAIR, widest
+from ampgraph.verdict import CONSTANT, KERNEL, REPAIR, widest
 
-_NOTED = (REPAIR, CONSTANT)  # what differs from autocast is told beside the rows, too
+_NOTED = (REPAIR, CONSTANT, KERNEL)  # what differs from autocast is told beside the rows, too
 
 
 def notes_of(rows: Sequence[Decision]) -> tuple[str, ...]:

@@ -153,6 +153,35 @@ def test_policy_and_dtype_are_heard() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "given", [(torch.ones(2, 4),), ((), torch.ones(2, 4))], ids=["args", "kwargs"]
+)
+def test_lone_tensors_are_no_arguments(given: tuple[Any, ...]) -> None:
+    with pytest.raises(
+        ampgraph.errors.OptionError, match="in a tuple and the named ones in a dict"
+    ):
+        ampgraph.explain(nn.Linear(4, 4), *given)
+
+
+@pytest.mark.parametrize(
+    ("program", "shapes", "op"),
+    [
+        (nn.Bilinear(4, 4, 3), [(2, 4), (2, 4)], "bilinear"),
+        (lambda t: F.affine_grid(t, [1, 1, 2, 2], align_corners=False), [(1, 2, 3)], "affine_grid"),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), [(2, 4, 8)], "encoder"),
+    ],
+    ids=["bilinear", "affine_grid", "encoder"],
+)
+def test_a_kernel_that_eager_reaches_into_is_told(program: Any, shapes: Any, op: str) -> None:
+    with torch.no_grad():
+        report = ampgraph.explain(program, [torch.randn(shape) for shape in shapes])
+    (row,) = report.decisions
+    assert op in row.op
+    assert row.category == "kernel"
+    assert row.dtype == torch.float32
+    assert any(op in note and "which eager autocast casts" in note for note in report.notes)
+
+
 def test_printing_and_html(tmp_path: Path) -> None:
     report = ampgraph.explain(Net(), inputs())
     for text in (str(report), _html(report, tmp_path / "report.html")):
