@@ -77,7 +77,9 @@ def reports(compiled: Any) -> list[Report]:
 
     Args:
         compiled: what torch.compile(backend="ampgraph") or ampgraph.compile returned, or a module
-            on which `module.compile(backend="ampgraph")` was called.
+            on which `module.compile(backend="ampgraph")` was called. Where one function is
+            compiled twice by torch.compile with equal options, Dynamo reuses the first's graphs:
+            ask the first.
     """
     return [
         Report(graphs=(record.rewritten,), graph_breaks=_breaks([record]))
