@@ -6,9 +6,11 @@ from ampgraph.explain import explain, reports
 from ampgraph.offline import rewrite
 from ampgraph.policy import Policy, register_op
 from ampgraph.report import Report
+from ampgraph.scaler import GradScaler
 
 __all__ = [
     "Decision",
+    "GradScaler",
     "Policy",
     "Report",
     "compile",

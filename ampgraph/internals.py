@@ -8,9 +8,10 @@ Nothing is patched; what is imported here may move, and then this is the one fil
 
 import contextlib
 import inspect
+import itertools
 import sys
 import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,8 +31,13 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
     "FakeTensor",
@@ -310,6 +316,11 @@ def queue_backward_callback(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's memory, which its views share; of fake memory, too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def dynamo_frame_id() -> str:
     """Dynamo's id of the compilation in progress, such as "0/1"; "" outside of one."""
     found = torch._guards.CompileContext.current_compile_id()
@@ -320,6 +331,11 @@ def is_wrapper_subclass(value: torch.Tensor) -> bool:
     """Whether the tensor is made of others: nested, distributed, and other traceable subclasses."""
     return is_traceable_wrapper_subclass(value)
 
+
+dynamo_errors = (
+    torch._dynamo.exc.TorchDynamoException,
+    torch._dynamo.exc.FailOnRecompileLimitHit,
+)
 
 _FUNCTORCH = (
     "torch._functorch.predispatch",
@@ -452,7 +468,137 @@ def new_graph_like(graph: torch.fx.Graph) -> torch.fx.Graph:
     return new
 
 
+def mark_new_input(placeholder: torch.fx.Node) -> None:
+    """An input that Dynamo knows nothing of: AOTAutograd asks every placeholder for its source."""
+    placeholder._dynamo_source = None  # type: ignore[attr-defined]
+
+
 def copy_dynamo_source(old: torch.fx.Node, new: torch.fx.Node) -> None:
     """Where Dynamo found an input: AOTAutograd reads it from the placeholder itself."""
     if hasattr(old, "_dynamo_source"):
         new._dynamo_source = old._dynamo_source
+
+
+def source_name(placeholder: torch.fx.Node) -> str:
+    """Where Dynamo found an input, such as "L['opt'].param_groups[0]['params'][0].grad"."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", "")  # a method up to torch 2.12
+    return str(name() if callable(name) else name)
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+    """The step an optimizer's class defines, without what torch wraps around it.
+
+    Those are `Optimizer.profile_hook_step` (record_function, hooks), `torch.no_grad` and
+    `_use_grad_for_differentiable`, which breaks the graph on purpose. None where the wrapping is
+    not known: an instance's own `step` (an LR scheduler's counter is known), a differentiable one.
+    """
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return None
+    step: Any = type(optimizer).step
+    if not getattr(step, "hooked", False) or optimizer.defaults.get("differentiable"):
+        return None
+    files = ("torch/optim/optimizer.py", "torch/utils/_contextlib.py")
+    while hasattr(step, "__wrapped__") and step.__code__.co_filename.endswith(files):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def step_with_hooks(optimizer: torch.optim.Optimizer, run: Callable[[], Any]) -> Any:
+    """What `Optimizer.profile_hook_step` and `LRScheduler` put around a step (torch 2.13)."""
+    with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+        before = (_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
+        for hook in itertools.chain(*(hooks.values() for hooks in before)):
+            hook(optimizer, (optimizer,), {})
+        if "step" in vars(optimizer):  # patched by an LR scheduler, which asks whether it ran
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        out = run()
+        optimizer._optimizer_step_code()
+        after = (optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
+        for hook in itertools.chain(*(hooks.values() for hooks in after)):
+            hook(optimizer, (optimizer,), {})
+    return out
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody looks at the gradients right before a step."""
+    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
+
+
+@contextlib.contextmanager
+def strict_dynamo() -> Generator[None]:
+    """Dynamo raises where it would otherwise run a function uncompiled and say nothing.
+
+    It compiles nothing under a dispatch mode (a counter, a tracker), so those are off meanwhile.
+    """
+    config = torch._dynamo.config
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    modes = contextlib.nullcontext() if fake else _disable_current_modes()
+    with (
+        modes,
+        config.patch(
+            fail_on_recompile_limit_hit=True,
+            suppress_errors=False,
+            recompile_limit=max(config.recompile_limit, 64),
+        ),
+    ):
+        yield
+
+
+class HostFlag:
+    """A flag on its way from the device to the host; only reading it waits, for it alone."""
+
+    def __init__(self, flag: torch.Tensor) -> None:
+        self.event: Any = None
+        if flag.device.type == "cpu":
+            self.value = flag.clone()
+            return
+        self.value = torch.empty((), dtype=flag.dtype, pin_memory=True)
+        self.value.copy_(flag, non_blocking=True)
+        self.event = torch.get_device_module(flag.device).Event()
+        self.event.record()
+
+    def read(self) -> bool:
+        """Whether the flag is set."""
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.value.tolist() > 0)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a distributed tensor, in the same memory; other tensors themselves."""
+    if not isinstance(tensor, _distributed_tensor()):
+        return tensor
+    part: Any = tensor.to_local()
+    return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return]
+
+
+def shard_groups(tensor: torch.Tensor) -> list[Any]:
+    """The process groups whose ranks hold different parts of a distributed tensor."""
+    if not isinstance(tensor, _distributed_tensor()):
+        return []
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return [mesh.get_group(i) for i, placed in enumerate(placements) if placed.is_shard()]
+
+
+def _distributed_tensor() -> tuple[type, ...]:
+    """DTensor, where the program has imported it; importing it takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return (module.DTensor,) if module is not None else ()
+
+
+def max_over_ranks(flag: torch.Tensor, groups: Iterable[Any]) -> torch.Tensor:
+    """The largest of all ranks' values, on the device, in place."""
+    return _reduced(flag, groups, "MAX")
+
+
+def sum_over_ranks(value: torch.Tensor, groups: Iterable[Any]) -> torch.Tensor:
+    """The sum of all ranks' values, on the device, in place."""
+    return _reduced(value, groups, "SUM")
+
+
+def _reduced(value: torch.Tensor, groups: Iterable[Any], op: str) -> torch.Tensor:
+    for group in groups:
+        torch.distributed.all_reduce(value, getattr(torch.distributed.ReduceOp, op), group=group)
+    return value

@@ -1,0 +1,446 @@
+"""A GradScaler that never waits for the device: the drop-in for torch.amp.GradScaler.
+
+The gradients are read once (`kernels.unscale`), an overflow is a flag on the device, the writes of
+the optimizer's step depend on that flag (`steps`), and one small kernel moves the scale. What only
+tells what happened is read when somebody asks.
+
+The host's part follows torch/amp/grad_scaler.py (torch 2.13): stages, errors, checkpoints.
+"""
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ampgraph.errors import OptionError
+from ampgraph.gradients import parts_of
+from ampgraph.internals import max_over_ranks, sum_over_ranks
+from ampgraph.kernels.unscale import check, unscale_
+from ampgraph.kernels.update_scale import update_scale_
+from ampgraph.steps import Skip, stepper_of
+
+CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
+
+
+def _fresh_state() -> dict[str, Any]:
+    """What is known of one optimizer since the last update().
+
+    `factor` is what its `.grad` has still to be multiplied by, None for nothing.
+    """
+    return {"stage": OptState.READY, "found_inf_per_device": {}, "factor": None}
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, on the device: same methods, errors and state_dict.
+
+    `step` does not read the device: a captured or fused optimizer's step is skipped there. `.grad`
+    after `step` is as it was before (still scaled, unless `unscale_` was called), but unscaled
+    where the optimizer is fused or could not be captured, as with torch's scaler.
+
+    Step hooks and an LR scheduler's count run at every `step`, for the host does not know that it
+    is skipped; a step pre-hook finds `.grad` unscaled.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+        min_scale, max_scale: the scale never leaves these bounds, so it is never 0 and never inf.
+        hysteresis: how many overflows in a row lower the scale (Megatron-LM's word for patience).
+        allow_fp16_grads: unscale fp16 gradients instead of raising torch's error.
+        process_group: combine the overflow flag over these ranks. Gradients that are DTensors
+            (FSDP2, tensor parallel) are combined over their mesh without being asked.
+        inner: the Dynamo backend that compiles the optimizer's step.
+
+    Raises:
+        OptionError: a number that no scale can work with. AssertionError: torch's own.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 2.0**-126,
+        max_scale: float = 2.0**126,
+        hysteresis: int = 1,
+        allow_fp16_grads: bool = False,
+        process_group: Any = None,
+        inner: str | Callable[..., Any] = "inductor",
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._min_scale, self._max_scale = min_scale, max_scale
+        self._hysteresis = hysteresis
+        self._allow_fp16_grads = allow_fp16_grads
+        self._process_group = process_group
+        self._inner = inner
+        if self._enabled:
+            self._check_numbers(init_scale)
+            self._forget()
+            self._per_optimizer_states = defaultdict(_fresh_state)
+
+    def _check_numbers(self, init_scale: float) -> None:
+        low, high = self._min_scale, self._max_scale
+        whole = {"growth_interval": self._growth_interval, "hysteresis": self._hysteresis}
+        for name, value in whole.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} is {value!r}", cure="use a whole number from 1")
+        if not 0 < low <= high < math.inf:
+            raise OptionError(
+                f"min_scale is {low!r} and max_scale {high!r}", cure="use 0 < min <= max < inf"
+            )
+        if not low <= init_scale <= high:
+            raise OptionError(
+                f"init_scale is {init_scale!r}", cure=f"use a number from {low:g} to {high:g}"
+            )
+        if not 0 < self._backoff_factor < 1 or not 1 < self._growth_factor < math.inf:
+            raise OptionError(
+                f"backoff_factor is {self._backoff_factor!r} and growth_factor "
+                f"{self._growth_factor!r}",
+                cure="use 0 < backoff_factor < 1 < growth_factor",
+            )
+
+    def _forget(self) -> None:
+        """Everything that lives on the device is made at the first scale()."""
+        self._scale: Tensor | None = None
+        self._growth_tracker: Tensor | None = None
+        self._hysteresis_tracker: Tensor | None = None
+        self._previous_scale: Tensor | None = None
+        self._scaled = True  # since the last update(): the gradients have the scale of now
+        self._skipped: Tensor | None = None
+        self._empty_steps = 0
+        self._last_found: weakref.WeakKeyDictionary[Optimizer, Tensor | None] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._previous_scale = self._scale.clone()
+        self._growth_tracker = torch.full(
+            (), self._init_growth_tracker, dtype=torch.int32, device=dev
+        )
+        self._hysteresis_tracker = torch.full((), self._hysteresis, dtype=torch.int32, device=dev)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=dev)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None or self._growth_tracker is None:
+            raise AssertionError(
+                f"Attempted {funcname} but _scale is None.  This may indicate your script did not "
+                "use scaler.scale(loss or outputs) earlier in the iteration."
+            )
+        return self._scale, self._growth_tracker
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or the tensors in nested lists, tuples and iterables, by the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            assert self._scale is not None, "made above"
+            self._scaled = True
+            return outputs * self._scale.to(outputs.device, non_blocking=True)
+        if isinstance(outputs, Iterable):
+            scaled = map(self.scale, outputs)
+            if isinstance(outputs, (list, tuple)):
+                return type(outputs)(scaled)  # type: ignore[arg-type]
+            return scaled
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    def _inverse_scale(self) -> Tensor:
+        """One over the scale that the gradients have, which update() may have moved since."""
+        scale = self._scale if self._scaled else self._previous_scale
+        assert scale is not None, "checked by the caller"
+        wide = scale if scale.device.type == "mps" else scale.double()
+        return wide.reciprocal().float()
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in place; without waiting for the device.
+
+        Raises:
+            RuntimeError, ValueError, AssertionError: as torch.amp.GradScaler.unscale_.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        self._refuse_twice(state)
+        found, _ = self._read(optimizer, self._inverse_scale(), self._allow_fp16_grads, unscale_)
+        state |= {"found_inf_per_device": found, "stage": OptState.UNSCALED}
+
+    @staticmethod
+    def _refuse_twice(state: Mapping[str, Any]) -> None:
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+
+    def clip_grad_norm_(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip the norm of all of the optimizer's gradients together, in one read of them.
+
+        Takes the place of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The gradients are not
+        written: `step` multiplies them by the inverse scale and the clip coefficient on its way.
+
+        Returns:
+            The norm of the unscaled gradients, 0-dim float32, not finite after an overflow.
+
+        Raises:
+            RuntimeError: after `step`. ValueError: fp16 gradients.
+        """
+        if not self._enabled:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        self._check_scale_growth_tracker("clip_grad_norm_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("clip_grad_norm_() is being called after step().")
+        ready = state["stage"] is OptState.READY
+        factor = self._inverse_scale() if ready else state["factor"]
+        factor = torch.ones_like(self._inverse_scale()) if factor is None else factor
+        found, squares = self._read(optimizer, factor, self._allow_fp16_grads, check)
+        if ready:
+            state |= {"found_inf_per_device": found, "stage": OptState.UNSCALED}
+        norm = squares.sqrt() if norm_type == 2 else factor * _norm(optimizer, norm_type)
+        state["factor"] = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+
+    def _read(
+        self,
+        optimizer: Optimizer,
+        factor: Tensor,
+        allow_fp16: bool,
+        kernel: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]],
+    ) -> tuple[dict[torch.device, Tensor], Tensor]:
+        """Flags by device, combined over ranks, and the sum of squares of factor * gradient."""
+        found: dict[torch.device, Tensor] = {}
+        squares = torch.zeros_like(factor)
+        with torch.no_grad():
+            for part in parts_of(optimizer, allow_fp16):
+                flag, total = kernel(part.grads, factor.to(part.device, non_blocking=True))
+                squares = squares + sum_over_ranks(total, part.groups).to(factor.device)
+                flag = max_over_ranks(flag, part.groups)
+                seen = found.get(part.device)
+                found[part.device] = flag if seen is None else torch.maximum(seen, flag)
+            if self._process_group is not None:
+                found = self._over_group(found, factor)
+        return found, squares
+
+    def _over_group(
+        self, found: dict[torch.device, Tensor], like: Tensor
+    ) -> dict[torch.device, Tensor]:
+        """One flag for all ranks; a rank without gradients takes part, or the others would hang."""
+        flag = _combined(found, like)
+        return {like.device: max_over_ranks(flag, (self._process_group,))}
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return self._read(optimizer, inv_scale, allow_fp16, unscale_)[0]
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = self._read(optimizer, self._inverse_scale(), True, check)[0]
+        return state["found_inf_per_device"]  # type: ignore[no-any-return]
+
+    @torch.compiler.disable
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer on unscaled gradients, unless one of them is inf or nan.
+
+        The host does not learn which: ask `step_skipped`. An optimizer none of whose parameters
+        has a gradient is not stepped, and counts as skipped.
+
+        Returns:
+            What `optimizer.step(*args, **kwargs)` returns.
+
+        Raises:
+            RuntimeError: a closure, or a second step before update(). ValueError: fp16 gradients.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or any(callable(argument) for argument in args):
+            raise RuntimeError(CLOSURE)
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            fp16 = self._allow_fp16_grads or getattr(optimizer, "_step_supports_amp_scaling", False)
+            factor = self._inverse_scale()
+            found = self._read(optimizer, factor, fp16, check)[0]
+            state |= {"found_inf_per_device": found, "factor": factor}
+        state["stage"] = OptState.STEPPED
+        found = state["found_inf_per_device"]
+        if not found:
+            self._empty_steps += 1
+            self._last_found[optimizer] = None
+            return None
+        flag = _combined(found, scale)
+        self._last_found[optimizer] = flag
+        self._skipped += flag > 0
+        return stepper_of(optimizer, self._inner).step(Skip(state["factor"], flag), args, kwargs)
+
+    def step_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's last step was skipped; this reads the device.
+
+        Raises:
+            RuntimeError: before the first step.
+        """
+        if not self._enabled:
+            return False
+        if optimizer not in self._last_found:
+            raise RuntimeError("step_skipped() is being called before step().")
+        found = self._last_found[optimizer]
+        return found is None or bool(found.item())
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped since this scaler was made; this reads the device."""
+        if not self._enabled:
+            return 0
+        return self._empty_steps + (0 if self._skipped is None else int(self._skipped.item()))
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale: down after an overflow, up after `growth_interval` good steps in a row.
+
+        Gradients that are still to be stepped keep the scale they were made with.
+
+        Args:
+            new_scale: set the scale to this instead, within its bounds.
+
+        Raises:
+            AssertionError: before any step or unscale_, as torch.
+        """
+        if not self._enabled:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
+        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        stepped = any(state["stage"] is OptState.STEPPED for state in states)
+        if new_scale is None and not found and not stepped:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        self._keep_previous(scale)
+        if new_scale is not None:
+            self._set_scale(scale, new_scale)
+        elif found:
+            update_scale_(
+                scale,
+                tracker,
+                self._hysteresis_tracker,
+                _combined(dict(enumerate(found)), scale),
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+                self._hysteresis,
+                self._min_scale,
+                self._max_scale,
+            )
+        self._per_optimizer_states = defaultdict(_fresh_state)
+
+    def _keep_previous(self, scale: Tensor) -> None:
+        if self._scaled:  # a second update() in a row: the gradients are older than the first
+            self._previous_scale.copy_(scale)
+        self._scaled = False
+
+    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
+        if isinstance(new_scale, Tensor):
+            reason = (
+                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                "torch.FloatTensor with requires_grad=False."
+            )
+            fits = new_scale.device.type == self._device and new_scale.numel() == 1
+            if not fits or new_scale.requires_grad:
+                raise AssertionError(reason)
+            scale.copy_(new_scale.reshape(()))
+        else:
+            _check_scale(new_scale, "new_scale")
+            scale.fill_(new_scale)
+        scale.clamp_(self._min_scale, self._max_scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of this scaler or of torch's; on any error nothing is changed.
+
+        A scale beyond the bounds is taken to the nearer one.
+
+        Raises:
+            RuntimeError: an empty state. OptionError: what no scaler can have written.
+        """
+        if not self._enabled:
+            return
+        if self._check_state(state_dict):
+            scale = min(max(float(state_dict["scale"]), self._min_scale), self._max_scale)
+            super().load_state_dict({**state_dict, "scale": scale})
+            self._scaled = True
+
+    def _check_state(self, state: Mapping[str, Any]) -> bool:
+        if len(state) == 0:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved "
+                "from a disabled instance of GradScaler."
+            )
+        names = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+        missing = sorted(names - state.keys())
+        if missing:
+            raise OptionError(
+                f"the state has no {', '.join(missing)}",
+                cure="load what state_dict() of a GradScaler returned",
+            )
+        _check_scale(state["scale"], "the state's scale")
+        for name in ("growth_interval", "_growth_tracker"):
+            if not isinstance(state[name], int) or state[name] < 0:
+                raise OptionError(f"the state's {name} is {state[name]!r}", cure="a whole number")
+        if not state["growth_factor"] > 1 or not 0 < state["backoff_factor"] < 1:
+            raise OptionError(
+                f"the state's factors are {state['growth_factor']!r} (growth) and "
+                f"{state['backoff_factor']!r} (backoff)",
+                cure="0 < backoff < 1 < growth",
+            )
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            state["_empty_steps"] = self.skipped_steps
+            state["_skipped"] = state["_hysteresis_tracker"] = state["_previous_scale"] = None
+            state["_scaled"], state["_last_found"] = True, None
+            state["_process_group"] = None  # of this process
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._enabled:
+            self._last_found = weakref.WeakKeyDictionary()
+
+
+def _check_scale(value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise OptionError(f"{what} is {value!r}", cure="a scale is a number above 0")
+
+
+def _combined(found: Mapping[Any, Tensor], like: Tensor) -> Tensor:
+    """One flag, on the device of `like`, from those of several devices."""
+    flags = [flag.to(like.device, non_blocking=True) for flag in found.values()]
+    if not flags:
+        return torch.zeros_like(like)
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+
+
+def _norm(optimizer: Optimizer, norm_type: float) -> Tensor:
+    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    total: Any = torch.nn.utils.get_total_norm(grads, norm_type)
+    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[no-any-return]
