@@ -47,6 +47,7 @@ __all__ = [
     "OpOverloadPacket",
     "OptimizedModule",
     "PreDispatchMode",
+    "TorchDispatchMode",
     "TorchRuntimeError",
     "ambient_autocast",
     "autocast_kernels",
@@ -470,7 +471,7 @@ def new_graph_like(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 def mark_new_input(placeholder: torch.fx.Node) -> None:
     """An input that Dynamo knows nothing of: AOTAutograd asks every placeholder for its source."""
-    placeholder._dynamo_source = None  # type: ignore[attr-defined]
+    placeholder._dynamo_source = None
 
 
 def copy_dynamo_source(old: torch.fx.Node, new: torch.fx.Node) -> None:
@@ -563,29 +564,31 @@ class HostFlag:
         """Whether the flag is set."""
         if self.event is not None:
             self.event.synchronize()
-        return bool(self.value.tolist() > 0)
+        value: Any = self.value.tolist()  # of a 0-dim tensor a number, and no op
+        return bool(value > 0)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a distributed tensor, in the same memory; other tensors themselves."""
-    if not isinstance(tensor, _distributed_tensor()):
+    if not _is_distributed(tensor):
         return tensor
-    part: Any = tensor.to_local()
+    part: Any = tensor.to_local()  # type: ignore[attr-defined]
     return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return]
 
 
 def shard_groups(tensor: torch.Tensor) -> list[Any]:
     """The process groups whose ranks hold different parts of a distributed tensor."""
-    if not isinstance(tensor, _distributed_tensor()):
+    if not _is_distributed(tensor):
         return []
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return [mesh.get_group(i) for i, placed in enumerate(placements) if placed.is_shard()]
+    distributed: Any = tensor
+    placed = enumerate(distributed.placements)
+    return [distributed.device_mesh.get_group(i) for i, p in placed if p.is_shard()]
 
 
-def _distributed_tensor() -> tuple[type, ...]:
-    """DTensor, where the program has imported it; importing it takes a second."""
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, whose module takes a second to import and may not be there."""
     module = sys.modules.get("torch.distributed.tensor")
-    return (module.DTensor,) if module is not None else ()
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def max_over_ranks(flag: torch.Tensor, groups: Iterable[Any]) -> torch.Tensor:

@@ -113,10 +113,10 @@ class GradScaler(torch.amp.GradScaler):
         """Everything that lives on the device is made at the first scale()."""
         self._scale: Tensor | None = None
         self._growth_tracker: Tensor | None = None
-        self._hysteresis_tracker: Tensor | None = None
-        self._previous_scale: Tensor | None = None
+        self._hysteresis_tracker: Any = None
+        self._previous_scale: Any = None
         self._scaled = True  # since the last update(): the gradients have the scale of now
-        self._skipped: Tensor | None = None
+        self._skipped: Any = None
         self._empty_steps = 0
         self._last_found: weakref.WeakKeyDictionary[Optimizer, Tensor | None] = (
             weakref.WeakKeyDictionary()
@@ -154,14 +154,14 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
             if isinstance(outputs, (list, tuple)):
-                return type(outputs)(scaled)  # type: ignore[arg-type]
+                return type(outputs)(scaled)
             return scaled
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
     def _inverse_scale(self) -> Tensor:
         """One over the scale that the gradients have, which update() may have moved since."""
         scale = self._scale if self._scaled else self._previous_scale
-        assert scale is not None, "checked by the caller"
+        assert scale is not None, "the caller has checked"
         wide = scale if scale.device.type == "mps" else scale.double()
         return wide.reciprocal().float()
 
@@ -258,7 +258,7 @@ class GradScaler(torch.amp.GradScaler):
         state["found_inf_per_device"] = self._read(optimizer, self._inverse_scale(), True, check)[0]
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer on unscaled gradients, unless one of them is inf or nan.
 

@@ -74,7 +74,7 @@ class Writes(TorchDispatchMode):
     """Notes the storage of every tensor that an op writes to."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages: set[int] = set()
 
     def __torch_dispatch__(
