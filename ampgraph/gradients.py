@@ -1,7 +1,7 @@
 """The gradients of an optimizer in the form the kernels read: local, dense, real, by device."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ class Part:
 
     device: torch.device
     groups: tuple[Any, ...]
-    grads: list[Tensor] = field(default_factory=list[Tensor])
+    grads: list[Tensor]
 
 
 def parts_of(optimizer: Optimizer, allow_fp16: bool) -> list[Part]:
@@ -39,7 +39,10 @@ def parts_of(optimizer: Optimizer, allow_fp16: bool) -> list[Part]:
         if param.grad.is_sparse:
             param.grad = param.grad.coalesce()
         groups, grad = tuple(shard_groups(param.grad)), _readable(param.grad)
-        parts.setdefault((grad.device, groups), Part(grad.device, groups)).grads.append(grad)
+        place = (grad.device, groups)
+        if place not in parts:
+            parts[place] = Part(grad.device, groups, [])
+        parts[place].grads.append(grad)
     return list(parts.values())
 
 

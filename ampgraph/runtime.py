@@ -30,8 +30,12 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _backward_without_autocast(grads: tuple[Tensor, ...]) -> None:
-    """Turn autocast off until the running backward pass ends: the casts are in the graph."""
+    """Turn autocast off until the running backward pass ends: the casts are in the graph.
+
+    Where the caller of backward() is compiled, Dynamo would trace hooks too.
+    """
     on = ambient_autocast()
     if not on:
         return
