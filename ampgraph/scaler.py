@@ -11,6 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -84,30 +85,22 @@ class GradScaler(torch.amp.GradScaler):
         self._process_group = process_group
         self._inner = inner
         if self._enabled:
-            self._check_numbers(init_scale)
+            _check_numbers(
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                hysteresis=hysteresis,
+                min_scale=min_scale,
+                max_scale=max_scale,
+                init_scale=init_scale,
+            )
+            if not min_scale <= init_scale <= max_scale:
+                raise OptionError(
+                    f"init_scale is {init_scale!r}",
+                    cure=f"use one from min_scale, {min_scale:g}, to max_scale, {max_scale:g}",
+                )
             self._forget()
             self._per_optimizer_states = defaultdict(_fresh_state)
-
-    def _check_numbers(self, init_scale: float) -> None:
-        low, high = self._min_scale, self._max_scale
-        whole = {"growth_interval": self._growth_interval, "hysteresis": self._hysteresis}
-        for name, value in whole.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} is {value!r}", cure="use a whole number from 1")
-        if not 0 < low <= high < math.inf:
-            raise OptionError(
-                f"min_scale is {low!r} and max_scale {high!r}", cure="use 0 < min <= max < inf"
-            )
-        if not low <= init_scale <= high:
-            raise OptionError(
-                f"init_scale is {init_scale!r}", cure=f"use a number from {low:g} to {high:g}"
-            )
-        if not 0 < self._backoff_factor < 1 or not 1 < self._growth_factor < math.inf:
-            raise OptionError(
-                f"backoff_factor is {self._backoff_factor!r} and growth_factor "
-                f"{self._growth_factor!r}",
-                cure="use 0 < backoff_factor < 1 < growth_factor",
-            )
 
     def _forget(self) -> None:
         """Everything that lives on the device is made at the first scale()."""
@@ -368,7 +361,7 @@ class GradScaler(torch.amp.GradScaler):
                 raise AssertionError(reason)
             scale.copy_(new_scale.reshape(()))
         else:
-            _check_scale(new_scale, "new_scale")
+            _check_numbers(new_scale=new_scale)
             scale.fill_(new_scale)
         scale.clamp_(self._min_scale, self._max_scale)
 
@@ -382,35 +375,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._check_state(state_dict):
-            scale = min(max(float(state_dict["scale"]), self._min_scale), self._max_scale)
-            super().load_state_dict({**state_dict, "scale": scale})
-            self._scaled = True
-
-    def _check_state(self, state: Mapping[str, Any]) -> bool:
-        if len(state) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
-        names = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-        missing = sorted(names - state.keys())
-        if missing:
-            raise OptionError(
-                f"the state has no {', '.join(missing)}",
-                cure="load what state_dict() of a GradScaler returned",
-            )
-        _check_scale(state["scale"], "the state's scale")
-        for name in ("growth_interval", "_growth_tracker"):
-            if not isinstance(state[name], int) or state[name] < 0:
-                raise OptionError(f"the state's {name} is {state[name]!r}", cure="a whole number")
-        if not state["growth_factor"] > 1 or not 0 < state["backoff_factor"] < 1:
-            raise OptionError(
-                f"the state's factors are {state['growth_factor']!r} (growth) and "
-                f"{state['backoff_factor']!r} (backoff)",
-                cure="0 < backoff < 1 < growth",
-            )
-        return True
+        _check_state(state_dict)
+        scale = min(max(float(state_dict["scale"]), self._min_scale), self._max_scale)
+        super().load_state_dict({**state_dict, "scale": scale})
+        self._scaled = True
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -427,9 +395,42 @@ class GradScaler(torch.amp.GradScaler):
             self._last_found = weakref.WeakKeyDictionary()
 
 
-def _check_scale(value: Any, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise OptionError(f"{what} is {value!r}", cure="a scale is a number above 0")
+def _check_state(state: Mapping[str, Any]) -> None:
+    if len(state) == 0:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved "
+            "from a disabled instance of GradScaler."
+        )
+    names = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+    missing = sorted(names - state.keys())
+    if missing:
+        raise OptionError(
+            f"the state has no {', '.join(missing)}",
+            cure="load what state_dict() of a GradScaler returned",
+        )
+    _check_numbers("the state's ", **{name: state[name] for name in names})
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "growth_factor": (lambda v: 1 < v < math.inf, "a number above 1"),
+    "backoff_factor": (lambda v: 0 < v < 1, "a number between 0 and 1"),
+    "growth_interval": (lambda v: v >= 1 and v == int(v), "a whole number from 1"),
+    "hysteresis": (lambda v: v >= 1 and v == int(v), "a whole number from 1"),
+    "_growth_tracker": (lambda v: v >= 0 and v == int(v), "a whole number from 0"),
+    "min_scale": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "max_scale": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "init_scale": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "new_scale": (lambda v: v > 0, "a number above 0"),
+    "scale": (lambda v: v > 0, "a number above 0"),
+}
+
+
+def _check_numbers(where: str = "", /, **numbers: Any) -> None:
+    """Raise OptionError for the first that no scaler can work with."""
+    for name, value in numbers.items():
+        fits, cure = _RULES[name]
+        if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
+            raise OptionError(f"{where}{name} is {value!r}", cure=f"use {cure}")
 
 
 def _combined(found: Mapping[Any, Tensor], like: Tensor) -> Tensor:
