@@ -1,11 +1,12 @@
 """The demonstration: `python -m ampgraph.demo`, or `make demo`.
 
 A pretrained sentence encoder runs in bf16 beside fp32, so that what the rewrite costs in accuracy
-can be seen on real weights; then a small network learns to read digits in both precisions. On a
+can be seen on real weights; then a small network learns to read digits in fp32, bf16 and fp16. On a
 machine without bf16 units the low-precision half is the slower one: the demonstration is about
 the values and the decisions, not about speed.
 """
 
+import math
 import os
 import shutil
 import time
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import resources, util
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -192,17 +194,24 @@ def excerpt(code: str, around: str = "linear(", count: int = 10) -> list[str]:
 
 
 def digits() -> None:
-    """A small network trained from the same start in both precisions, and what each learnt."""
+    """A small network trained from the same start in each precision, and what each learnt."""
     console.rule("A small convolutional network on scikit-learn's digits")
     train, test = load_digits()
     table = Table("training", "test accuracy", "seconds")
-    for name, prepare in (("fp32", eager), ("bf16 (ampgraph.compile)", mixed)):
+    scaled = ScaledStep()
+    for name, prepare, update in (
+        ("fp32", eager, plain_step),
+        ("bf16 (ampgraph.compile)", mixed, plain_step),
+        ("fp16 (and ampgraph.GradScaler)", half, scaled),
+    ):
         torch.manual_seed(0)
         start = time.perf_counter()
-        forward = fit(network().to(device()), prepare, train, name)
+        forward = fit(network().to(device()), prepare, train, name, update)
         score = accuracy(forward, test)
         table.add_row(name, f"{score:.1%}", f"{time.perf_counter() - start:.0f}")
     console.print(table)
+    console.print(f"loss scale: {scaled.trajectory()}")
+    console.print(f"steps skipped: {scaled.scaler.skipped_steps} of {len(scaled.scales)}")
 
 
 def load_digits() -> tuple[list[Tensor], list[Tensor]]:
@@ -242,11 +251,40 @@ def mixed(model: nn.Module) -> Module:
     return compiled
 
 
+def half(model: nn.Module) -> Module:
+    """fp16, whose range is so narrow that gradients need scaling."""
+    compiled: Module = ampgraph.compile(model, dtype=torch.float16, inner=inner())
+    return compiled
+
+
 def plain_step(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """One update without loss scaling: bf16 has the range of fp32 and needs none."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+class ScaledStep:
+    """One update with a loss scale, which starts too high on purpose and finds its place."""
+
+    def __init__(self) -> None:
+        self.scaler = ampgraph.GradScaler(
+            device(), init_scale=2.0**22, growth_interval=60, inner=inner()
+        )
+        self.scales: list[float] = []
+
+    def __call__(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        self.scaler.scale(loss).backward()
+        self.scaler.clip_grad_norm_(optimizer, 5.0)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+        self.scales.append(self.scaler.get_scale())  # for show: this waits for the device
+
+    def trajectory(self) -> str:
+        """The scales in their order, with how many steps each lasted."""
+        runs = [(scale, len(list(steps))) for scale, steps in groupby(self.scales)]
+        return " > ".join(f"2^{math.log2(scale):.0f} ({count})" for scale, count in runs)
 
 
 def fit(
