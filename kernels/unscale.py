@@ -7,7 +7,8 @@ Where the launches are recorded each gradient has its own: a compiler then sees 
 other devices, and for float64 and complex, the ops are their twins in plain torch.
 """
 
-# pyright: reportUntypedFunctionDecorator=false (triton_op has no types)
+# triton_op has no types.
+# pyright: reportUntypedFunctionDecorator=false
 
 import math
 from collections.abc import Sequence
