@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -62,6 +63,7 @@ __all__ = [
     "exit_autocast",
     "has_autocast_kernel",
     "is_composite",
+    "is_traced",
     "make_fx",
     "name_of",
     "needs_elements",
@@ -326,6 +328,14 @@ def dynamo_frame_id() -> str:
     """Dynamo's id of the compilation in progress, such as "0/1"; "" outside of one."""
     found = torch._guards.CompileContext.current_compile_id()
     return str(found) if found else ""
+
+
+def is_traced(value: torch.Tensor) -> bool:
+    """Whether the tensor has no memory to point a kernel at: fake, or functionalized over a fake.
+
+    The body of a `triton_op` is called with these when it is traced, and with real ones to run.
+    """
+    return isinstance(value, FakeTensor | FunctionalTensor)
 
 
 def is_wrapper_subclass(value: torch.Tensor) -> bool:
