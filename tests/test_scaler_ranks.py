@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from ampgraph.gradients import parts_of
 from rank_runs import CHECKS, HOLDS, RANKS
 
 PROGRAM = Path(__file__).with_name("rank_runs.py")
@@ -45,3 +47,15 @@ def test_two_ranks(outcomes: list[dict[str, str]], subtests: pytest.Subtests) ->
         with subtests.test(check.__name__):
             found = [outcome.get(check.__name__, "not reached") for outcome in outcomes]
             assert found == [HOLDS] * 2, "\n".join(found)
+
+
+def test_gradients_on_several_devices_are_read_apart() -> None:
+    """With meta for the other device, complex gradients as pairs of reals."""
+    params = [torch.ones(2, device=device) for device in ("cpu", "meta", "cpu")]
+    params.append(torch.ones(3, dtype=torch.complex64, device="meta"))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    parts = parts_of(torch.optim.SGD(params), allow_fp16=False)
+    found = [(part.device.type, [tuple(g.shape) for g in part.grads]) for part in parts]
+    assert found == [("cpu", [(2,), (2,)]), ("meta", [(2,), (3, 2)])]
+    assert all(part.ranks == () for part in parts), "nobody is waited for"
