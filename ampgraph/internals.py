@@ -586,13 +586,43 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return]
 
 
-def shard_groups(tensor: torch.Tensor) -> list[Any]:
+def laid_out_as(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A distributed gradient with the placements of its parameter, itself if it has them.
+
+    Tensor parallelism leaves sums pending (Partial): the largest element and the norm of those
+    are known only when they are done, which the optimizer's step would do again at each use.
+    """
+    if not (_is_distributed(grad) and _is_distributed(param)):
+        return grad
+    placed: Any = param.placements  # type: ignore[attr-defined]
+    if grad.placements == placed:  # type: ignore[attr-defined]
+        return grad
+    return grad.redistribute(placements=placed)  # type: ignore[attr-defined, no-any-return]
+
+
+def mesh_groups(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The process groups whose ranks hold parts or copies of a distributed tensor."""
+    return tuple(group for group, _ in _placed(tensor))
+
+
+def shard_groups(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The process groups whose ranks hold different parts of a distributed tensor."""
+    return tuple(group for group, placement in _placed(tensor) if not placement.is_replicate())
+
+
+def _placed(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
+    """The process group and the placement for each dimension of a mesh that has several ranks."""
     if not _is_distributed(tensor):
         return []
     distributed: Any = tensor
+    mesh = distributed.device_mesh
     placed = enumerate(distributed.placements)
-    return [distributed.device_mesh.get_group(i) for i, p in placed if p.is_shard()]
+    return [(mesh.get_group(i), placement) for i, placement in placed if mesh.size(i) > 1]
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """Whether FullyShardedDataParallel has made this parameter a part of a sharded flat one."""
+    return getattr(param, "_fsdp_flattened", False)
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
@@ -602,8 +632,13 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def max_over_ranks(flag: torch.Tensor, groups: Iterable[Any]) -> torch.Tensor:
-    """The largest of all ranks' values, on the device, in place."""
+    """The largest of all ranks' values, on the device, in place; a group None is all ranks."""
     return _reduced(flag, groups, "MAX")
+
+
+def min_over_ranks(value: torch.Tensor, groups: Iterable[Any]) -> torch.Tensor:
+    """The smallest of all ranks' values, on the device, in place."""
+    return _reduced(value, groups, "MIN")
 
 
 def sum_over_ranks(value: torch.Tensor, groups: Iterable[Any]) -> torch.Tensor:

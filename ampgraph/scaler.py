@@ -20,8 +20,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampgraph.errors import OptionError
-from ampgraph.gradients import parts_of
-from ampgraph.internals import max_over_ranks, sum_over_ranks
+from ampgraph.gradients import Part, norm_of, parts_of, root_of
+from ampgraph.internals import max_over_ranks
 from ampgraph.kernels.unscale import check, unscale_
 from ampgraph.kernels.update_scale import update_scale_
 from ampgraph.steps import Skip, stepper_of
@@ -52,8 +52,9 @@ class GradScaler(torch.amp.GradScaler):
         min_scale, max_scale: the scale never leaves these bounds, so it is never 0 and never inf.
         hysteresis: how many overflows in a row lower the scale (Megatron-LM's word for patience).
         allow_fp16_grads: unscale fp16 gradients instead of raising torch's error.
-        process_group: combine the overflow flag over these ranks. Gradients that are DTensors
-            (FSDP2, tensor parallel) are combined over their mesh without being asked.
+        process_group: all of these ranks skip when one of them overflows. Without being asked
+            the ranks do that over the mesh of DTensors (FSDP2, tensor parallel), and over all
+            ranks for FullyShardedDataParallel, whose shards are taken to lie on this group.
         inner: the Dynamo backend that compiles the optimizer's step.
 
     Raises:
@@ -193,8 +194,11 @@ class GradScaler(torch.amp.GradScaler):
             The norm of the unscaled gradients, 0-dim float32, not finite after an overflow.
 
         Raises:
-            RuntimeError: after `step`. ValueError: fp16 gradients.
+            RuntimeError: after `step`. ValueError: fp16 gradients. OptionError: norm_type 0, which
+            counts elements and can be clipped to nothing.
         """
+        if norm_type == 0:
+            raise OptionError("norm_type is 0", cure="use 2, inf or another order of a norm")
         if not self._enabled:
             params = [p for group in optimizer.param_groups for p in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
@@ -208,7 +212,8 @@ class GradScaler(torch.amp.GradScaler):
         found, squares = self._read(optimizer, factor, self._allow_fp16_grads, check)
         if ready:
             state |= {"found_inf_per_device": found, "stage": OptState.UNSCALED}
-        norm = squares.sqrt() if norm_type == 2 else factor * _norm(optimizer, norm_type)
+        parts = [part for part, _ in squares]
+        norm = root_of(squares, factor) if norm_type == 2 else norm_of(parts, norm_type, factor)
         state["factor"] = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
@@ -218,27 +223,26 @@ class GradScaler(torch.amp.GradScaler):
         factor: Tensor,
         allow_fp16: bool,
         kernel: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]],
-    ) -> tuple[dict[torch.device, Tensor], Tensor]:
-        """Flags by device, combined over ranks, and the sum of squares of factor * gradient."""
+    ) -> tuple[dict[torch.device, Tensor], list[tuple[Part, Tensor]]]:
+        """Flags by device, and each part's sum of squares of factor * gradient.
+
+        The flag of several ranks is one: also ranks with copies of a gradient must not part ways,
+        and one without gradients takes part, or the others would wait for it.
+        """
         found: dict[torch.device, Tensor] = {}
-        squares = torch.zeros_like(factor)
+        squares: list[tuple[Part, Tensor]] = []
+        group = self._process_group
+        ranks = {} if group is None else {group: None}
         with torch.no_grad():
-            for part in parts_of(optimizer, allow_fp16):
+            for part in parts_of(optimizer, allow_fp16, group):
                 flag, total = kernel(part.grads, factor.to(part.device, non_blocking=True))
-                squares = squares + sum_over_ranks(total, part.groups).to(factor.device)
-                flag = max_over_ranks(flag, part.groups)
+                squares.append((part, total))
+                ranks |= dict.fromkeys(part.ranks)
                 seen = found.get(part.device)
                 found[part.device] = flag if seen is None else torch.maximum(seen, flag)
-            if self._process_group is not None:
-                found = self._over_group(found, factor)
+            if ranks:
+                found = {factor.device: max_over_ranks(_combined(found, factor), ranks)}
         return found, squares
-
-    def _over_group(
-        self, found: dict[torch.device, Tensor], like: Tensor
-    ) -> dict[torch.device, Tensor]:
-        """One flag for all ranks; a rank without gradients takes part, or the others would hang."""
-        flag = _combined(found, like)
-        return {like.device: max_over_ranks(flag, (self._process_group,))}
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -439,9 +443,3 @@ def _combined(found: Mapping[Any, Tensor], like: Tensor) -> Tensor:
     if not flags:
         return torch.zeros_like(like)
     return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-
-
-def _norm(optimizer: Optimizer, norm_type: float) -> Tensor:
-    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    total: Any = torch.nn.utils.get_total_norm(grads, norm_type)
-    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[no-any-return]

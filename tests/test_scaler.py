@@ -497,5 +497,7 @@ def test_clipping_after_unscaling_and_twice() -> None:
     scaler.step(opt)
     for p, was, g in zip(params, before, gradients(3), strict=True):
         torch.testing.assert_close(p.detach(), was - g / first / 4)
+    with pytest.raises(OptionError, match="norm_type is 0"):
+        scaler.clip_grad_norm_(opt, 1.0, 0)
     with pytest.raises(RuntimeError, match="being called after step"):
         scaler.clip_grad_norm_(opt, 1.0)
