@@ -1,6 +1,7 @@
 """The FX vocabulary: what a node is called with, where it came from, what it would return."""
 
 import contextlib
+import operator
 import re
 import traceback
 from collections.abc import Callable, Generator, Sequence
@@ -96,6 +97,19 @@ def fresh(value: Any, mode: FakeTensorMode) -> Any:
             )
 
     return pytree.tree_map(one, value)
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node, mode: FakeTensorMode) -> Any:
+    """What a get_attr node finds, with a fake tensor in place of a real one.
+
+    `mode.from_tensor` remembers what it made of a tensor, also when an op of the capture has since
+    changed its shape in place: for what needs no conversion it is not asked.
+    """
+    value: Any = operator.attrgetter(str(node.target))(gm)
+    if not isinstance(value, Tensor):
+        return value
+    plain = value.layout == torch.strided and type(value) in (torch.Tensor, *_PLAIN)
+    return fresh(value if plain else mode.from_tensor(value, static_shapes=True), mode)
 
 
 def _wrapped(value: Any, inside: Callable[[object], object]) -> Any:

@@ -25,6 +25,7 @@ from ampgraph.errors import AmpgraphError, RewriteError
 from ampgraph.graph import (
     Operand,
     arguments,
+    attribute,
     call,
     captured,
     error_trace,
@@ -37,7 +38,6 @@ from ampgraph.graph import (
     source_of,
 )
 from ampgraph.internals import (
-    FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
     disable_autocast,
@@ -95,7 +95,7 @@ class Decider:
                 value = next(given) if given is not None else captured(node)
                 self.env[node] = fresh(value, self.mode)
             elif node.op == "get_attr":
-                self.env[node] = self._attribute(node)
+                self.env[node] = attribute(self.gm, node, self.mode)
             elif node.op == "output":
                 self.plans.output = arguments(node, self.env)[0][0]
             else:
@@ -107,14 +107,6 @@ class Decider:
     ) -> Plans:
         """Plan the body of a higher-order op, under the same policies."""
         return Decider(body, self.mode, self.policies, state, self.grad).run(inputs)
-
-    def _attribute(self, node: fx.Node) -> Any:
-        value: Any = operator.attrgetter(str(node.target))(self.gm)
-        if not isinstance(value, Tensor):
-            return value
-        if isinstance(value, FakeTensor):
-            return fresh(value, self.mode)
-        return fresh(self.mode.from_tensor(value, static_shapes=True), self.mode)
 
     def _plan(self, node: fx.Node) -> Plan:
         if is_region(node):

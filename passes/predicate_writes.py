@@ -9,7 +9,6 @@ discards the NaN of an overflow instead of multiplying it by zero. Functionaliza
 and the copy into one select inside the kernel that makes the new value.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,17 @@ import torch
 from torch import Tensor, fx
 
 from ampgraph.errors import RewriteError
-from ampgraph.graph import PASS, VALUE, arguments, call, captured, fake_mode_of, fresh, no_guards
+from ampgraph.graph import (
+    PASS,
+    VALUE,
+    arguments,
+    attribute,
+    call,
+    captured,
+    fake_mode_of,
+    fresh,
+    no_guards,
+)
 from ampgraph.internals import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -94,19 +103,12 @@ def _run(gm: fx.GraphModule, mode: FakeTensorMode) -> tuple[dict[fx.Node, Tensor
                 env[node] = fresh(captured(node), mode)
             elif node.op == "get_attr":
                 same = first.setdefault(str(node.target), node)
-                env[node] = env[same] if same in env else _attribute(gm, node, mode)
+                env[node] = env[same] if same in env else attribute(gm, node, mode)
             elif node.op != "output":
                 env[node] = call(node, *arguments(node, env))
     inputs = [n for n in env if n.op == "placeholder" or first.get(str(n.target)) is n]
     values = {node: env[node] for node in inputs if isinstance(env[node], Tensor)}
     return values, writes.storages
-
-
-def _attribute(gm: fx.GraphModule, node: fx.Node, mode: FakeTensorMode) -> Any:
-    value = operator.attrgetter(str(node.target))(gm)
-    if not isinstance(value, Tensor):
-        return value
-    return fresh(mode.from_tensor(value, static_shapes=True), mode)
 
 
 class Predicator:

@@ -37,7 +37,7 @@ EVERY_ROW = [row for rows in ROWS.values() for row in rows]
 CAST_INSIDE_KERNELS = [row for row in EVERY_ROW if "bilinear(<f 4,8>" in row]
 # Fused kernels of a GPU that the replay on the CPU does not have, or other kernels for one op.
 NOT_ON_CPU = [row for row in EVERY_ROW if "_cell" in row or "svdvals" in row]
-OTHER_KERNELS = [row for row in EVERY_ROW if "attention" in row]
+OTHER_KERNELS = [row for row in EVERY_ROW if "attention" in row or "dropout" in row]
 # Calls in which dtypes cannot meet, or in which the program mixes them itself.
 CANNOT_MIX = [
     row
@@ -218,7 +218,16 @@ def dynamo(rng: Random, seen: Seen) -> None:
     root = program.module(EAGER)
     torch._dynamo.reset()
     door = ampgraph.compile(root, dtype=dtype, inner="eager")
-    assert_same(program, wanted, run(program, door, root, grad))
+    try:
+        got = run(program, door, root, grad)
+    except torch._dynamo.exc.InternalTorchDynamoError as error:
+        torch._dynamo.reset()
+        plain = program.module(EAGER)
+        with pytest.raises(type(error)):  # no fault of ours: Dynamo fails without us as well
+            run(program, torch.compile(plain, backend="eager"), plain, grad)
+        seen.counts["Dynamo fails"] += 1
+        return
+    assert_same(program, wanted, got)
 
 
 @dataclass(frozen=True)

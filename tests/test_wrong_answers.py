@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampgraph
 from ampgraph.errors import OptionError
+from ampgraph.pipeline import rewrite_graph
 from ampgraph.policy import Policy
+from ampgraph.state import AutocastState
 
 
 def eager(run: Any, *args: Any) -> Any:
@@ -146,3 +149,22 @@ def test_explain_leaves_the_callers_autograd_graph_alone() -> None:
 def test_an_option_given_twice_is_refused() -> None:
     with pytest.raises(OptionError, match="given twice"):
         ampgraph.compile(nn.Linear(2, 2), dtype="fp16", options={"dtype": "bf16"})
+
+
+def test_a_constant_is_as_it_was_before_the_capture_changed_its_shape() -> None:
+    """Fake modes remember tensors: here with the shape that the captured program gave it."""
+    gm, x = fx.Graph(), torch.randn(4)
+    given = gm.placeholder("x")
+    table = gm.get_attr("table")
+    product = gm.call_function(F.linear, (given, table))
+    gm.output((product, gm.call_method("unsqueeze_", (table, 0))))
+    module = fx.GraphModule({"table": torch.randn(4, 4)}, gm)
+    mode = FakeTensorMode()
+    shape = mode.from_tensor(module.table)
+    for node, value in ((given, mode.from_tensor(x)), (table, shape)):
+        node.meta["example_value"] = value
+    shape.unsqueeze_(0)
+    state = AutocastState.of({"cpu": torch.bfloat16})
+    done = rewrite_graph(module, policies={}, state=state, outputs="autocast", grad=False)
+    out, again = done.after(x)
+    assert (out.dtype, tuple(again.shape)) == (torch.bfloat16, (1, 4, 4))
