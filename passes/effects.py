@@ -7,13 +7,20 @@ tensor are the same if no write to its roots lies between them.
 
 import bisect
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.graph import WRITES, captured
-from ampgraph.internals import HigherOrderOperator, is_functorch, set_grad_enabled
+from ampgraph.internals import (
+    HigherOrderOperator,
+    OpOverload,
+    is_functorch,
+    schema_of,
+    set_grad_enabled,
+)
 from ampgraph.passes.spellings import called, is_plain
 
 Root = Any  # a storage's address or a node, only ever compared
@@ -23,7 +30,7 @@ _FRESH = frozenset(
     "mul div add sub neg abs isfinite isnan isinf not and or any all sum pow square sqrt norm "
     "vector_norm stack cat clone _to_copy matmul mm addmm _foreach_mul _foreach_div _foreach_norm "
     "zeros ones full tensor zeros_like ones_like empty_like full_like new_zeros new_ones new_full "
-    "where maximum".split()
+    "where maximum lift_fresh_copy".split()
 )
 # They change which storage a tensor lives in.
 _REBIND = frozenset("set_ resize_ resize_as_ set_data swap_tensors".split())
@@ -98,17 +105,19 @@ class Effects:
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             self.known = self.known and all(map(is_plain, tensors))
             return frozenset(_storage(t) if is_plain(t) else node for t in tensors)
-        if name in _FRESH and "out" not in node.kwargs:
+        if name in _FRESH and node.kwargs.get("out") is None:
             return frozenset([node])
         found = [self._roots[given] for given in node.all_input_nodes]
         return frozenset().union(*found) or frozenset([node])
 
     def _written(self, node: fx.Node, name: str) -> frozenset[Root]:
         """The storages that the node may write to."""
-        if not node.op.startswith("call"):
+        if not node.op.startswith("call") or name == "detach_":  # writes no element
             return frozenset()
         given = node.all_input_nodes
-        if name == "amp_unscale":
+        if isinstance(node.target, OpOverload):
+            given = _nodes(list(_written_by_schema(node, node.target)))
+        elif name == "amp_unscale":
             given = _nodes(node.args[:2])
         elif _in_place(node, name):
             given = _nodes(node.args[:1]) or given
@@ -123,6 +132,12 @@ def _nodes(args: Any) -> list[fx.Node]:
     return found
 
 
+def _written_by_schema(node: fx.Node, op: OpOverload) -> Iterator[Any]:
+    for i, argument in enumerate(schema_of(op).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+
+
 def _in_place(node: fx.Node, name: str) -> bool:
     """An op that writes to its first argument, by its name."""
     spelled = name or str(getattr(node.target, "__name__", node.target))
@@ -134,12 +149,13 @@ def _in_place(node: fx.Node, name: str) -> bool:
 
 def _may_write(node: fx.Node) -> bool:
     opaque = node.op == "call_module" or isinstance(node.target, HigherOrderOperator)
-    asked = "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+    asked = node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace"))
     return WRITES in node.meta or opaque or asked
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:

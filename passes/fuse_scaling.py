@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from ampgraph.decision import Decision
-from ampgraph.graph import PASS, VALUE, WRITES, captured, op_name
+from ampgraph.graph import PASS, VALUE, WRITES, captured, like, op_name
 from ampgraph.internals import FakeTensorMode
 from ampgraph.kernels import unscale as _ops  # noqa: F401  defines torch.ops.ampgraph
 from ampgraph.passes.effects import Effects
@@ -80,8 +80,8 @@ def _apart(r: Reader, groups: Iterator[Group]) -> list[Group]:
 
 def _independent(r: Reader, one: Group, two: Group) -> bool:
     mixed = (one.gone | set(_inputs(one))) & two.gone or one.gone & set(_inputs(two))
-    writes = one.in_place or two.in_place
-    return not mixed and not (writes and _roots(r, one) & _roots(r, two))
+    written = _written(r, one) & _roots(r, two) or _written(r, two) & _roots(r, one)
+    return not mixed and not written
 
 
 def _inputs(g: Group) -> list[fx.Node]:
@@ -90,6 +90,11 @@ def _inputs(g: Group) -> list[fx.Node]:
 
 def _roots(r: Reader, g: Group) -> frozenset[Any]:
     return frozenset().union(*(r.effects.roots(node) for node in _inputs(g)))
+
+
+def _written(r: Reader, g: Group) -> frozenset[Any]:
+    named = [p.x for p in g.products if p.in_place]
+    return frozenset().union(*map(r.effects.roots, named))
 
 
 # --- matching -------------------------------------------------------------------------------------
@@ -330,7 +335,9 @@ class _Rewriter:
         asked = {"divide": first.divide, "check_output": g.check_output}
         kwargs = {name: True for name, wanted in asked.items() if wanted}
         number = self._number(first.tensor.device)
-        made = [_result(p) for p in g.products] if op is torch.ops.ampgraph.unscale.default else None
+        made = (
+            [_result(p) for p in g.products] if op is torch.ops.ampgraph.unscale.default else None
+        )
         value = (number, number) if made is None else (made, number, number)
         name = op_name(op).rpartition(".")[2]
         node = self._node(name, op, (xs, scale), value, first.node, **kwargs)
@@ -343,9 +350,7 @@ class _Rewriter:
         scale = first.scale
         for dtype in (first.rounded, FP32):
             if dtype is not None and captured(scale).dtype != dtype:
-                value = captured(scale)
-                with self.mode, torch.no_grad():
-                    cast = torch.empty_like(value, dtype=dtype)
+                cast = like(captured(scale), dtype, self.mode)
                 to_copy = torch.ops.aten._to_copy.default
                 name = f"{scale.name}_{SHORT[dtype]}"
                 scale = self._node(name, to_copy, (scale,), cast, first.node, dtype=dtype)
@@ -402,7 +407,7 @@ class _Rewriter:
             name, op = ("finite", aten.eq.Scalar) if fine else ("not_finite", aten.ne.Scalar)
             self._replace(old, self._node(name, op, (found, 0), captured(old), old))
         if g.amp is not None:
-            into = g.amp.args[1]
+            into: Any = g.amp.args[1]
             flag = self._node("not_finite", aten.ne.Scalar, (found, 0), self._flag(found), g.amp)
             filled = (into, flag, 1.0)
             value = captured(into)

@@ -15,7 +15,12 @@ from ampgraph.passes.plan import Plan
 from ampgraph.policy import Category
 from ampgraph.verdict import CONSTANT, FUSED, KERNEL, REPAIR, widest
 
-_NOTED = (REPAIR, CONSTANT, KERNEL, FUSED)  # what differs from autocast is told beside the rows, too
+_NOTED = (
+    REPAIR,
+    CONSTANT,
+    KERNEL,
+    FUSED,
+)  # what differs from autocast is told beside the rows, too
 
 
 def notes_of(rows: Sequence[Decision]) -> tuple[str, ...]:

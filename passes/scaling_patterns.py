@@ -81,7 +81,7 @@ class Reader:
         """Read the facts, in the graph's order."""
         self.facts.clear()
         for node in self.effects.place:
-            read = _READERS.get(called(node))
+            read = _frozen if node.op == "get_attr" else _READERS.get(called(node))
             fact = read(self, node) if read is not None and _unwritten(node) else None
             if fact is not None:
                 self.facts[node] = fact
@@ -144,7 +144,8 @@ class Reader:
 
     def _listed_products(self, node: fx.Node, name: str) -> Iterator[Product]:
         args = given(node, "input", "other")
-        listed, scale = args.get("input"), args.get("other")
+        listed: Any = args.get("input")
+        scale: Any = args.get("other")
         if len(args) != 2 or not _is_scale(scale) or not isinstance(listed, (list, tuple)):
             return
         made = listed if name.endswith("_") else captured(node)
@@ -206,7 +207,7 @@ _Read = Callable[[Reader, fx.Node], Any]
 
 
 def _unwritten(node: fx.Node) -> bool:
-    return "out" not in node.kwargs
+    return node.kwargs.get("out") is None
 
 
 def _is_fp32(value: Any) -> bool:
@@ -240,7 +241,7 @@ def _via(node: fx.Node, *facts: Fact) -> frozenset[fx.Node]:
 
 def _is_finite(r: Reader, node: fx.Node) -> Fact | None:
     args = given(node, "input")
-    x = args.get("input")
+    x: Any = args.get("input")
     value = captured(x) if isinstance(x, fx.Node) else None
     if len(args) != 1 or not isinstance(value, Tensor) or not value.is_floating_point():
         return None
@@ -315,6 +316,17 @@ def _constant(r: Reader, node: fx.Node) -> Fact | None:
     return Fact("fine" if fill else "bad", frozenset(), _via(node))
 
 
+def _frozen(r: Reader, node: fx.Node) -> Fact | None:
+    """A flag's first value that a tracer has kept as a constant, if nothing writes to it."""
+    value = getattr(r.effects.gm, str(node.target), None)
+    if not str(node.target).startswith("_tensor_constant") or type(value) is not Tensor:
+        return None
+    written = r.effects.version(node, len(r.effects.place))
+    if value.dtype != torch.bool or value.dim() or value.device.type != "cpu" or written:
+        return None
+    return Fact("fine" if bool(value) else "bad", frozenset())
+
+
 def _gathered(r: Reader, node: fx.Node) -> Fact | None:
     """A stack of flags, norms or squares."""
     facts = r.members(given(node, "input").get("input"))
@@ -348,7 +360,7 @@ def _norm(r: Reader, node: fx.Node) -> Fact | None:
 
 def _plain_reduction(args: dict[str, Any]) -> bool:
     """Over all dimensions, in float32."""
-    usual = {"dim": (None,), "keepdim": (False,), "dtype": (None, FP32)}
+    usual = {"dim": (None,), "keepdim": (False,), "dtype": (None, FP32), "out": (None,)}
     return all(key in usual and value in usual[key] for key, value in args.items())
 
 
@@ -439,6 +451,7 @@ _READERS: dict[str, _Read] = {
     ),
     "not": _not,
     "lift_fresh_copy": _same,
+    "detach_": _same,
     "_foreach_norm": _listed_norms,
     "getitem": _taken,
     "sum": _summed,

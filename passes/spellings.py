@@ -30,8 +30,9 @@ _SPELLED = {
 }
 _AS_THEY_ARE = (
     "isfinite isnan isinf all any sum sqrt square norm abs neg sub matmul mm addmm clone detach "
-    "alias view reshape flatten to float bool _to_copy lift_fresh_copy zeros ones full tensor "
-    "zeros_like ones_like empty_like full_like new_zeros new_ones new_full where maximum getitem setitem iadd isub _foreach_mul _foreach_div _foreach_mul_ _foreach_div_ _foreach_norm"
+    "detach_ alias view reshape flatten to float bool _to_copy lift_fresh_copy where maximum "
+    "zeros ones full tensor zeros_like ones_like empty_like full_like new_zeros new_ones new_full "
+    "getitem setitem iadd isub _foreach_mul _foreach_div _foreach_mul_ _foreach_div_ _foreach_norm"
 )
 _NAMES = {name: name for name in _AS_THEY_ARE.split()}
 _NAMES |= {spelled: name for name, group in _SPELLED.items() for spelled in group.split()}
