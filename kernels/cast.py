@@ -4,6 +4,10 @@ On a GPU one launch makes all copies of a dtype. Where launches are recorded, th
 twins in plain torch: a compiler fuses those into what is around them.
 """
 
+# Triton's types say little about what a kernel may do, and triton_op has none.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportUnnecessaryComparison=false, reportUntypedFunctionDecorator=false
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,48 +30,6 @@ def cast_reference_(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Write each of `tensors` over its partner in `to`, which has its shape and keeps its dtype."""
     for target, source in zip(to, tensors, strict=True):
         target.copy_(source)
-
-
-@triton_op("ampgraph::cast", mutates_args=())
-def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The op of `cast_reference`."""
-    if dtype not in CODES or not on_gpu(tensors) or traced_or_captured(tensors[0]):
-        return cast_reference(tensors, dtype)
-    sources = [dense(t) for t in tensors]
-    results = [torch.empty_like(source, dtype=dtype) for source in sources]
-    with current_device(sources[0]):
-        launch_rows(results, sources)
-    return results
-
-
-@triton_op("ampgraph::cast_", mutates_args={"to"})
-def cast_(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """The op of `cast_reference_`."""
-    if not on_gpu(to, tensors) or traced_or_captured(to[0]):
-        return cast_reference_(to, tensors)
-    pairs = list(zip(to, tensors, strict=True))
-    with current_device(to[0]):
-        for dtype in CODES:
-            alike = [(a, b) for a, b in pairs if a.dtype == dtype and _alike(a, b)]
-            if alike:
-                launch_rows([a for a, _ in alike], [b for _, b in alike])
-    for target, source in pairs:
-        if not _alike(target, source):
-            target.copy_(source)
-    return None
-
-
-def _alike(target: Tensor, source: Tensor) -> bool:
-    """Whether the elements of both lie densely in memory, in the same order."""
-    same = target.shape == source.shape and target.stride() == source.stride()
-    return same and dense(source) is source
-
-
-def launch_rows(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """One launch that copies dense tensors into targets of their layouts, all of one dtype."""
-    table = rows(sources, targets)
-    if table.shape[0]:
-        cast_rows_kernel[(table.shape[0],)](table, TARGET=triton_dtype(targets[0].dtype))
 
 
 @jit
@@ -118,3 +80,45 @@ def cast_chunk(
         m_rest = whole + o_block < count
         b_value = tl.load(source + whole + o_block, mask=m_rest).to(target.dtype.element_ty)
         tl.store(target + whole + o_block, b_value, mask=m_rest)
+
+
+def _alike(target: Tensor, source: Tensor) -> bool:
+    """Whether the elements of both lie densely in memory, in the same order."""
+    same = target.shape == source.shape and target.stride() == source.stride()
+    return same and dense(source) is source
+
+
+def launch_rows(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """One launch that copies dense tensors into targets of their layouts, all of one dtype."""
+    table = rows(sources, targets)
+    if table.shape[0]:
+        cast_rows_kernel[(table.shape[0],)](table, TARGET=triton_dtype(targets[0].dtype))
+
+
+@triton_op("ampgraph::cast", mutates_args=())
+def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The op of `cast_reference`."""
+    if dtype not in CODES or not on_gpu(tensors) or traced_or_captured(tensors[0]):
+        return cast_reference(tensors, dtype)
+    sources = [dense(t) for t in tensors]
+    results = [torch.empty_like(source, dtype=dtype) for source in sources]
+    with current_device(sources[0]):
+        launch_rows(results, sources)
+    return results
+
+
+@triton_op("ampgraph::cast_", mutates_args={"to"})
+def cast_(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """The op of `cast_reference_`."""
+    if not on_gpu(to, tensors) or traced_or_captured(to[0]):
+        return cast_reference_(to, tensors)
+    pairs = list(zip(to, tensors, strict=True))
+    with current_device(to[0]):
+        for dtype in CODES:
+            alike = [(a, b) for a, b in pairs if a.dtype == dtype and _alike(a, b)]
+            if alike:
+                launch_rows([a for a, _ in alike], [b for _, b in alike])
+    for target, source in pairs:
+        if not _alike(target, source):
+            target.copy_(source)
+    return None

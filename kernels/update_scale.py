@@ -1,5 +1,9 @@
 """Move the loss scale after a step: back off after an overflow, grow after enough good steps."""
 
+# Triton's types say little about what a kernel may do, and triton_op has none.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportUnnecessaryComparison=false, reportUntypedFunctionDecorator=false
+
 from typing import Any
 
 import torch
@@ -59,35 +63,34 @@ def update_scale_reference_(
     hysteresis_tracker.copy_(left)
 
 
-@triton_op(
-    "ampgraph::update_scale_", mutates_args={"scale", "growth_tracker", "hysteresis_tracker"}
-)
-def update_scale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    min_scale: float,
-    max_scale: float,
+@jit
+def update_scale_kernel(
+    scale: "Any",
+    growth_tracker: "Any",
+    hysteresis_tracker: "Any",
+    found_inf: "Any",
+    growth_interval: "Any",
+    hysteresis: "Any",
+    min_scale: "Any",
+    max_scale: "Any",
+    GROWTH: tl.constexpr,
+    BACKOFF: tl.constexpr,
 ) -> None:
-    """The op of `update_scale_reference_`."""
-    run = launch if scale.device.type == "cuda" else update_scale_reference_
-    run(
-        scale,
-        growth_tracker,
-        hysteresis_tracker,
-        found_inf,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
-        min_scale,
-        max_scale,
-    )
+    """`update_scale_reference_`; the factors are constants, for arguments would be float32."""
+    b_scale = tl.load(scale)
+    bad = ~(tl.load(found_inf) <= 0.0)
+    left = tl.where(bad, tl.load(hysteresis_tracker) - 1, hysteresis)
+    lower = (b_scale.to(tl.float64) * BACKOFF).to(tl.float32)
+    lower = tl.where(lower < min_scale, min_scale, lower)
+    higher = (b_scale.to(tl.float64) * GROWTH).to(tl.float32)
+    higher = tl.where(higher <= max_scale, higher, b_scale)
+    good = tl.load(growth_tracker) + 1
+    grown = good == growth_interval
+    after_bad = tl.where(left <= 0, lower, b_scale)
+    after_good = tl.where(grown, higher, b_scale)
+    tl.store(scale, tl.where(bad, after_bad, after_good))
+    tl.store(growth_tracker, tl.where(bad | grown, 0, good))
+    tl.store(hysteresis_tracker, left)
 
 
 def launch(
@@ -118,31 +121,46 @@ def launch(
         )
 
 
-@jit
-def update_scale_kernel(
-    scale: "Any",
-    growth_tracker: "Any",
-    hysteresis_tracker: "Any",
-    found_inf: "Any",
-    growth_interval: "Any",
-    hysteresis: "Any",
-    min_scale: "Any",
-    max_scale: "Any",
-    GROWTH: tl.constexpr,
-    BACKOFF: tl.constexpr,
+# Registered last: triton_op looks up the kernels that a body reaches, for the keys of caches.
+@triton_op(
+    "ampgraph::update_scale_", mutates_args={"scale", "growth_tracker", "hysteresis_tracker"}
+)
+def update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    min_scale: float,
+    max_scale: float,
 ) -> None:
-    """`update_scale_reference_`; the factors are constants, for arguments would be float32."""
-    b_scale = tl.load(scale)
-    bad = ~(tl.load(found_inf) <= 0.0)
-    left = tl.where(bad, tl.load(hysteresis_tracker) - 1, hysteresis)
-    lower = (b_scale.to(tl.float64) * BACKOFF).to(tl.float32)
-    lower = tl.where(lower < min_scale, min_scale, lower)
-    higher = (b_scale.to(tl.float64) * GROWTH).to(tl.float32)
-    higher = tl.where(higher <= max_scale, higher, b_scale)
-    good = tl.load(growth_tracker) + 1
-    grown = good == growth_interval
-    after_bad = tl.where(left <= 0, lower, b_scale)
-    after_good = tl.where(grown, higher, b_scale)
-    tl.store(scale, tl.where(bad, after_bad, after_good))
-    tl.store(growth_tracker, tl.where(bad | grown, 0, good))
-    tl.store(hysteresis_tracker, left)
+    """The op of `update_scale_reference_`."""
+    if scale.device.type == "cuda":
+        launch(
+            scale,
+            growth_tracker,
+            hysteresis_tracker,
+            found_inf,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            hysteresis,
+            min_scale,
+            max_scale,
+        )
+    else:
+        update_scale_reference_(
+            scale,
+            growth_tracker,
+            hysteresis_tracker,
+            found_inf,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            hysteresis,
+            min_scale,
+            max_scale,
+        )

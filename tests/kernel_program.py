@@ -21,9 +21,21 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from ampgraph.kernels import cast, tables, unscale, update_scale
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# None at all, one, fewer than a block, a block, some more; of a program and of a second one.
-SIZES = (0, 1, 63, 1000, 2048, 2049, 4600)
-ODD = [float("inf"), float("-inf"), float("nan"), 1e-40, -1e-45, 3e38, 65504.0, 0.0, -0.0]
+# None at all, fewer than any block, and more than the largest.
+SIZES = (0, 63, 2600)
+ODD = [
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    1e-40,
+    -1e-45,
+    3e38,
+    65504.0,
+    65519.0,
+    65520.0,
+    0.0,
+    -0.0,
+]
 
 inexact: Callable[..., Any] = InterpreterBuilder.cast_impl
 
@@ -50,7 +62,8 @@ def tensors(odd: Sequence[float] = ()) -> list[Tensor]:
         found.append((torch.randn(size + skip) * 100).to(dtype)[skip:])
     found.append(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     if odd:
-        found[len(found) // 2][-len(odd) :] = torch.tensor(odd)
+        place = found[len(found) // 2]
+        place[-len(odd) :] = torch.tensor(odd).to(place.dtype)
     return found
 
 
@@ -71,8 +84,8 @@ def scales() -> list[Tensor]:
 
 def new_tensors() -> None:
     """`unscale`, of every flag and dtype."""
-    flags = itertools.product((False, True), (False, True), (None, *DTYPES))
-    for i, (divide, check_output, dtype) in enumerate(flags):
+    flags = itertools.product((False, True), (False, True), (None, *DTYPES, None))
+    for i, (divide, check_output, dtype) in enumerate([*list(flags)[::2], (True, True, None)]):
         grads, scale = tensors(ODD[i % 4 : i % 4 + 1] if i % 2 else ()), scales()[i % 3]
         tri = [torch.full_like(g, float("nan"), dtype=dtype) for g in grads]
         totals = unscale.launch_rows(grads, tri, scale, divide, check_output)
@@ -82,8 +95,8 @@ def new_tensors() -> None:
 
 
 def in_place_and_read_only() -> None:
-    """`unscale_` and `check`: all odd values at once, and every kind of one alone."""
-    for odd in ((), *([x] for x in ODD), ODD):
+    """`unscale_` and `check`: inf, nan, what overflows when squared, and all at once."""
+    for odd in ((), [ODD[0]], [ODD[2]], ODD[5:6], ODD):
         grads, scale = tensors(odd), torch.tensor(2.0**-11)
         ref, *ref_totals = unscale.unscale_reference(grads, scale)
         assert_totals(unscale.launch_rows(grads, None, scale, False, False), ref_totals, odd)
@@ -93,7 +106,7 @@ def in_place_and_read_only() -> None:
 
 def a_launch_each() -> None:
     """What a tracer or a CUDA graph records."""
-    for divide, dtype in itertools.product((False, True), (None, *DTYPES)):
+    for divide, dtype in ((False, None), (True, torch.float32), (True, torch.bfloat16)):
         grads, scale = tensors(ODD), torch.tensor(1.7)
         tri = [torch.full_like(g, float("nan"), dtype=dtype) for g in grads]
         totals = unscale.launch_each(grads, tri, scale, divide, True)
