@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, fx
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+import ampgraph
 import oracle
 from ampgraph.backend import records_of
+from ampgraph.graph import PASS, WRITES
 from ampgraph.offline import rewritten
 from scaling_programs import (
     MISSES,
@@ -22,10 +27,17 @@ from scaling_programs import (
     PAIRS,
     SINGLE,
     amp_op,
+    amp_op_and_norm,
     both,
     by_operators,
+    foreach,
+    foreach_divided,
     foreach_in_place,
+    foreach_norm,
+    norm_of_what_is_not_kept,
+    python_sum,
     squares,
+    vector_norm,
 )
 from shown import BF16, FP32, see, text
 from support import compiled_plainly
@@ -102,9 +114,9 @@ def assert_same(got: object, want: object, norm: bool = False) -> None:
 
 def ran(program: Program, inputs: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """The result, and what is left in the inputs."""
-    given = [t.clone() for t in inputs]
+    own = [t.clone() for t in inputs]
     with torch.no_grad():
-        return program(*given), given
+        return program(*own), own
 
 
 def fused(program: Program, inputs: Sequence[Tensor], way: str, norm: bool = False) -> list[str]:
@@ -113,11 +125,11 @@ def fused(program: Program, inputs: Sequence[Tensor], way: str, norm: bool = Fal
         before, after, graph = WAYS[way](program, inputs)
     graph.graph.lint()
     for bad in (None, *BAD):
-        given = [t.clone() for t in inputs]
+        own = [t.clone() for t in inputs]
         if bad is not None:
-            given[-2].view(-1)[0] = bad
-        want, left = ran(before, given)
-        got, ours = ran(after, given)
+            own[-2].view(-1)[0] = bad
+        want, left = ran(before, own)
+        got, ours = ran(after, own)
         assert_same(got, want, norm)
         assert_same(ours, left)
     return made_ops(graph)
@@ -485,16 +497,103 @@ def test_strict_leaves_it() -> None:
     assert not made_ops(records_of(compiled)[0].rewritten.after)
 
 
-@pytest.mark.parametrize("program", [vector_norm, amp_op_and_norm, loop_in_place])
-def test_through_aot_autograd(program: Program) -> None:
-    compiled = torch.compile(program, backend="ampgraph", options={"inner": "aot_eager"})
+def same_when_compiled(program: Program, **options: Any) -> None:
+    """Compiled, the program returns and leaves the same; ours were in its graph."""
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="ampgraph", options=options)
     for bad in (None, *BAD):
-        want, left = ran(program, tensors(2, bad=bad))
         inputs = tensors(2, bad=bad)
-        torch.manual_seed(0)
-    with torch.no_grad():
-        pass
+        (want, left), (got, ours) = ran(program, inputs), ran(compiled, inputs)
+        assert_same(got, want, norm=True)
+        assert_same(ours, left)
+    (record,) = records_of(compiled)
+    assert made_ops(record.rewritten.after)
 
 
-def test_through_inductor() -> None:
-    pass
+@pytest.mark.parametrize("program", [vector_norm, foreach_norm, amp_op_and_norm, python_sum])
+def test_through_aot_autograd(program: Program) -> None:
+    same_when_compiled(program, inner="aot_eager")
+
+
+@pytest.mark.parametrize("program", [vector_norm, amp_op_and_norm])
+def test_inductor_sees_plain_arithmetic(program: Program) -> None:
+    with fresh_cache():
+        _, (code,) = run_and_get_code(lambda: same_when_compiled(program))
+    assert "ampgraph" not in code
+    assert "_amp_foreach" not in code
+
+
+def test_the_rewritten_graph_holds_when_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPGRAPH_VERIFY", "full")
+    for program in (vector_norm, foreach_norm, norm_of_what_is_not_kept, amp_op):
+        by_symbols(program, tensors(2))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [*on("cuda:0", FP16, FP16), torch.empty((), device="cuda:0")]
+        assert ops_of(foreach, *inputs) == ["unscale"]
+
+
+# --- mixtures -------------------------------------------------------------------------------------
+
+PRODUCTS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda t, s: t * s,
+    lambda t, s: s * t,
+    lambda t, s: t / s,
+    lambda t, s: t.mul_(s),
+    lambda t, s: t.div_(s),
+    lambda t, s: torch._foreach_mul([t], s)[0],
+)
+CHECKS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda t: torch.isfinite(t).all(),
+    lambda t: ~(t.isnan() | t.isinf()).any(),
+    lambda t: torch.logical_not(torch.isnan(t).any()) & ~t.isinf().any(),
+    lambda t: t.sum().isfinite(),
+    lambda t: torch.isnan(t).any(),
+)
+TOTALS: tuple[Callable[[list[Tensor]], Tensor], ...] = (
+    lambda ts: torch.stack([torch.linalg.vector_norm(t) for t in ts]).norm(),
+    lambda ts: sum((t * t).sum() for t in ts).sqrt(),
+    lambda ts: torch.stack([t.abs().max() for t in ts]).max(),
+    lambda ts: ts[0].norm(),
+)
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> tuple[Program, torch.dtype]:
+    """A program over three tensors, in random spellings and a random order."""
+    products = draw(st.lists(st.sampled_from(PRODUCTS), min_size=1, max_size=1)) * 3
+    if draw(st.booleans()):
+        products = draw(st.lists(st.sampled_from(PRODUCTS), min_size=3, max_size=3))
+    checks = draw(st.lists(st.sampled_from(CHECKS[:3]), min_size=3, max_size=3))
+    if draw(st.booleans()):
+        checks[1] = draw(st.sampled_from(CHECKS))
+    steps = draw(st.permutations([(kind, i) for kind in ("check", "scale") for i in range(3)]))
+    if draw(st.booleans()):
+        steps = [*steps, ("check", 1)] if draw(st.booleans()) else [("scale", 1), *steps]
+    total = draw(st.sampled_from(TOTALS))
+    after = draw(st.booleans())
+
+    def program(x: Tensor, y: Tensor, z: Tensor, s: Tensor) -> Any:
+        tensors, made, ok = [x, y, z], [x, y, z], None
+        for kind, i in steps:
+            if kind == "scale":
+                made[i] = products[i](tensors[i], s)
+            else:
+                flag = checks[i](made[i] if after else tensors[i])
+                ok = flag if ok is None else ok & flag
+        return made, ok, total(made)
+
+    return program, draw(st.sampled_from([FP32, FP32, BF16, FP16]))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(mixtures(), st.sampled_from([None, *BAD]))
+def test_any_mixture_keeps_its_values(
+    mixture: tuple[Program, torch.dtype], bad: float | None
+) -> None:
+    program, dtype = mixture
+    torch.manual_seed(0)
+    inputs = tensors(3, dtype, bad)
+    before, after, _ = by_symbols(program, inputs)
+    (want, left), (got, ours) = ran(before, inputs), ran(after, inputs)
+    assert_same(got, want, norm=True)
+    assert_same(ours, left)
