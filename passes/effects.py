@@ -83,17 +83,21 @@ class Effects:
             written = self._written(node, name)
             for root in written:
                 self._writes[root].append(at)
-            self._note_gradient(node, on, written)
+            self._note_gradient(node, written)
             odd = is_functorch(node.target) or str(node.target) in _REBIND
             self.known = self.known and not odd
 
-    def _note_gradient(self, node: fx.Node, on: bool, written: frozenset[Root]) -> None:
+    def _note_gradient(self, node: fx.Node, written: frozenset[Root]) -> None:
         made = node.op in ("placeholder", "get_attr")
         leaves = pytree.tree_leaves(self._value(node)) if made else ()
         wants = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         asked = node.kwargs.get("requires_grad") or node.target == "requires_grad_"
-        if wants or asked or (called(node) != "detach" and self.differentiated(node)):
+        recorded = called(node) != "detach" and self.differentiated(node)
+        # What an op returns that it wrote to is the tensor it was given.
+        passed_on = bool(written) and any(map(self._wanted, node.all_input_nodes))
+        if wants or asked or recorded or passed_on:
             self._wants.add(node)
+        if recorded:
             self._tainted |= written
 
     def _value(self, node: fx.Node) -> Any:

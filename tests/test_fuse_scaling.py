@@ -30,10 +30,13 @@ from scaling_programs import (
     amp_op_and_norm,
     both,
     by_operators,
+    checked_after,
+    divided,
     foreach,
     foreach_divided,
     foreach_in_place,
     foreach_norm,
+    in_place,
     norm_of_what_is_not_kept,
     python_sum,
     squares,
@@ -291,6 +294,20 @@ def test_not_where_a_gradient_was_written_into_the_tensor() -> None:
     assert ops_of(program, x, torch.randn(3), s) == ["unscale"]
 
 
+def test_not_what_was_written_without_a_record() -> None:
+    def program(x: Tensor, s: Tensor) -> Any:
+        with torch.no_grad():
+            y = x.mul_(2)
+        return by_operators(y, s)
+
+    x, s = torch.randn(3, requires_grad=True), torch.tensor(0.5)
+    compiled = compiled_plainly(program)
+    y, ok = compiled(x, s)
+    assert y.requires_grad
+    assert bool(ok)
+    assert not made_ops(records_of(compiled)[0].rewritten.after)
+
+
 def test_gradients_are_those_of_the_program() -> None:
     def program(x: Tensor, s: Tensor) -> Tensor:
         with torch.no_grad():
@@ -369,6 +386,26 @@ def test_a_low_tensor_on_cuda_meets_a_rounded_scale() -> None:
         assert ops_of(amp_op, *mixed, s) == ["unscale_"]  # computes in float32
 
 
+@pytest.mark.parametrize("program", [by_operators, checked_after, divided, in_place])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(4, 6)[:, ::2],
+        torch.randn(4, 6).t(),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 4)[:, :2].transpose(0, 2),
+        torch.randn(0, 3),
+        torch.randn(1, 1),
+    ],
+)
+def test_results_lie_as_they_did(program: Program, x: Tensor) -> None:
+    s = torch.tensor(0.3)
+    before, after, graph = by_symbols(program, [x, s])
+    assert made_ops(graph)
+    mine, theirs = (torch.empty_strided(x.size(), x.stride()).copy_(x) for _ in range(2))
+    assert_same(after(mine, s), before(theirs, s))
+
+
 # --- as text --------------------------------------------------------------------------------------
 
 
@@ -386,12 +423,12 @@ def test_before_and_after() -> None:
         all_1: bool[] = .all(isfinite)
         isfinite_1: bool[3, 3] = isfinite(z)
         all_2: bool[] = .all(isfinite_1)
-        and_1: bool[] = and_(all_1, all_2)
+        and_: bool[] = and_(all_1, all_2)
         linalg_vector_norm: f32[] = linalg_vector_norm(mul)
         linalg_vector_norm_1: f32[] = linalg_vector_norm(mul_1)
         stack: f32[2] = stack([linalg_vector_norm, linalg_vector_norm_1])
         linalg_vector_norm_2: f32[] = linalg_vector_norm(stack)
-        return [mul, mul_1, and_1, linalg_vector_norm_2]
+        return [mul, mul_1, and_, linalg_vector_norm_2]
         """,
     )
     see(
