@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from ampgraph.graph import captured
+from ampgraph.passes.scaling_facts import read
 from ampgraph.passes.scaling_patterns import FP32, Fact, Product, Reader, Value
 from ampgraph.passes.spellings import called, given, is_plain
 
