@@ -26,12 +26,17 @@ from ampgraph.passes.rows import row_of
 from ampgraph.passes.scaling_facts import read
 from ampgraph.passes.scaling_groups import Group, apart, groups, is_list, makes_new, takes
 from ampgraph.passes.scaling_patterns import FP32, Product, Reader
+from ampgraph.passes.spellings import called
 from ampgraph.verdict import FUSED
+
+CHECKS = frozenset("isfinite isnan isinf amp_unscale".split())
 
 
 def fuse_scaling(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> tuple[Decision, ...]:
     """Fuse what can be, in place; one row for each op that was made."""
     rows: list[Decision] = []
+    if not any(called(node) in CHECKS for node in gm.graph.nodes):
+        return ()
     while True:  # a group may stand in another's way until that is rewritten
         reader = Reader(Effects(gm, grad))
         read(reader)
@@ -41,8 +46,9 @@ def fuse_scaling(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> tuple[
         order = list(gm.graph.nodes)
         for group in found:
             rows.append(_Rewriter(gm, mode, reader.facts, group, order[group.at]).run())
+        gone = set[fx.Node]().union(*(group.gone for group in found))
         for node in reversed(order):
-            if any(node in group.gone for group in found):
+            if node in gone:
                 gm.graph.erase_node(node)
     if rows:
         gm.recompile()
