@@ -116,6 +116,7 @@ def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
         state=state,
         outputs=options.outputs or ("autocast" if device_type in ambient else "original"),
         grad=torch.is_grad_enabled() or turns_grad_on(gm),
+        strict=options.strict,
     )
     if options.strict:
         check_strict(result.after, result.decisions, options.inner)

@@ -17,8 +17,10 @@ from ampgraph.internals import FakeTensorMode
 from ampgraph.passes.cast_outputs import cast_outputs
 from ampgraph.passes.decide import Decider
 from ampgraph.passes.fold_casts import fold_casts
+from ampgraph.passes.fuse_scaling import fuse_scaling
 from ampgraph.passes.insert_casts import insert_casts
 from ampgraph.passes.plan import Plans
+from ampgraph.passes.rows import notes_of
 from ampgraph.policy import Policy
 from ampgraph.state import OFF, AutocastState
 from ampgraph.verify import count_casts, graphs, same_dtypes, verify
@@ -37,9 +39,11 @@ class Program:
     state: AutocastState
     outputs: Outputs
     grad: bool
+    strict: bool = False
     plans: Plans = field(default_factory=Plans)
     after: fx.GraphModule | None = None
     inserted: int = 0
+    fused: tuple[Decision, ...] = ()
 
     @property
     def graph(self) -> fx.GraphModule:
@@ -80,6 +84,11 @@ def _fold_casts(p: Program) -> None:
         fold_casts(gm, p.mode, p.grad)
 
 
+def _fuse_scaling(p: Program) -> None:
+    if not p.strict:  # a fused norm is rounded differently
+        p.fused = fuse_scaling(p.graph, p.mode, p.grad)
+
+
 def _verify(p: Program) -> None:
     verify(p.graph)
     if settings.settings().verify == "full":
@@ -93,6 +102,7 @@ PASSES: tuple[Callable[[Program], None], ...] = (
     _insert_casts,
     _restore_outputs,
     _fold_casts,
+    _fuse_scaling,
     _verify,
 )
 
@@ -117,6 +127,7 @@ def rewrite_graph(
     state: AutocastState,
     outputs: Outputs,
     grad: bool,
+    strict: bool = False,
 ) -> Rewritten:
     """Run every pass over a captured graph, which is left as it is.
 
@@ -126,19 +137,20 @@ def rewrite_graph(
         state: the autocast state at the graph's entry.
         outputs: "autocast" returns what the ops return, "original" the captured dtypes.
         grad: whether gradients may be wanted: then every use has a cast of its own.
+        strict: leave out what rounds differently from eager.
     """
     started = time.perf_counter()
-    program = Program(gm, fake_mode_of(gm), policies, state, outputs, grad)
+    program = Program(gm, fake_mode_of(gm), policies, state, outputs, grad, strict)
     for run in PASSES:
         _logged(run, program)
     left = count_casts(program.graph)
     return Rewritten(
         before=gm,
         after=program.graph,
-        decisions=program.plans.rows,
+        decisions=program.plans.rows + program.fused,
         casts=CastCounts(program.inserted, program.inserted - left, left),
         seconds=time.perf_counter() - started,
-        notes=program.plans.notes,
+        notes=program.plans.notes + notes_of(program.fused),
         state=state,
     )
 

@@ -64,7 +64,7 @@ class Report:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Repairs and constants kept finite, one sentence each."""
+        """Repairs, constants kept finite and fused kernels, one sentence each."""
         return tuple(note for graph in self.graphs for note in graph.notes)
 
     @property

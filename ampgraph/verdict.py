@@ -18,6 +18,8 @@ REPAIR = "repair"  # the category of what eager would refuse to run
 CONSTANT = "constant"  # the category of a constant that its tensor's dtype cannot hold
 KERNEL = "kernel"  # the category of a kernel that eager autocast reaches into, and we do not
 
+FUSED = "fused"  # the category of a kernel that stands for several ops
+
 
 @dataclass(frozen=True)
 class Law:

@@ -13,13 +13,18 @@ from ampgraph.listener import Call
 from ampgraph.passes.open_composite import Inner
 from ampgraph.passes.plan import Plan
 from ampgraph.policy import Category
-from ampgraph.verdict import CONSTANT, KERNEL, REPAIR, widest
+from ampgraph.verdict import CONSTANT, FUSED, KERNEL, REPAIR, widest
 
-_NOTED = (REPAIR, CONSTANT, KERNEL)  # what differs from autocast is told beside the rows, too
+_NOTED = (
+    REPAIR,
+    CONSTANT,
+    KERNEL,
+    FUSED,
+)  # what differs from autocast is told beside the rows, too
 
 
 def notes_of(rows: Sequence[Decision]) -> tuple[str, ...]:
-    """A sentence for each row in which autocast was not followed."""
+    """A sentence for each row that tells of more than autocast's own rules."""
     return tuple(f"{r.node}: {r.op} {r.because}" for r in rows if r.category in _NOTED)
 
 
