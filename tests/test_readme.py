@@ -1,12 +1,18 @@
-"""Every Python snippet of the README runs as it stands."""
+"""Every Python snippet of the README and of docs/ runs as it stands."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = PAGES[0].read_text()
+SNIPPETS = [
+    snippet
+    for page in PAGES
+    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+]
 
 
 def test_there_are_snippets() -> None:
