@@ -14,10 +14,11 @@ from ampgraph import settings
 from ampgraph.decision import CastCounts, Decision
 from ampgraph.graph import captured, fake_mode_of, op_name
 from ampgraph.internals import FakeTensorMode
-from ampgraph.passes.cast_outputs import cast_outputs
+from ampgraph.passes.cast_outputs import cast_outputs, output_of
 from ampgraph.passes.decide import Decider
 from ampgraph.passes.fold_casts import fold_casts
-from ampgraph.passes.insert_casts import insert_casts
+from ampgraph.passes.insert_casts import Inserter
+from ampgraph.passes.keep_aliases import keep_aliases
 from ampgraph.passes.plan import Plans
 from ampgraph.policy import Policy
 from ampgraph.state import OFF, AutocastState
@@ -39,6 +40,7 @@ class Program:
     grad: bool
     plans: Plans = field(default_factory=Plans)
     after: fx.GraphModule | None = None
+    made: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])  # from before to after
     inserted: int = 0
 
     @property
@@ -52,19 +54,22 @@ def _decide(p: Program) -> None:
 
 
 def _insert_casts(p: Program) -> None:
-    p.after = insert_casts(p.before, p.plans, p.mode, p.grad)
+    inserter = Inserter(p.before, p.plans, p.mode, p.grad)
+    p.after, p.made = inserter.run(), inserter.env
 
 
 def _restore_outputs(p: Program) -> None:
     if p.outputs == "original":
-        cast_outputs(p.graph, _changed_outputs(p), p.mode, "outputs='original'")
+        changed = _changed_outputs(p)
+        done = keep_aliases(p.before, p.graph, p.plans, p.made, p.mode, changed)
+        alone = {i: dtype for i, dtype in changed.items() if i not in done}
+        cast_outputs(p.graph, alone, p.mode, "outputs='original'")
     p.inserted = count_casts(p.graph)
 
 
 def _changed_outputs(p: Program) -> dict[int, Any]:
     """The positions of outputs whose dtype the rewrite changed, with the dtype they had."""
-    output = next(n for n in reversed(p.before.graph.nodes) if n.op == "output")
-    before = pytree.tree_leaves(output.args[0])
+    before = pytree.tree_leaves(output_of(p.before).args[0])
     now = pytree.tree_leaves(p.plans.output)
     pairs = zip(before, now, strict=True)
     changed: dict[int, Any] = {}
