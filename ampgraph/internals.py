@@ -169,18 +169,53 @@ def autocast_off_at_run_time() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def autocast_as(on: Mapping[str, torch.dtype]) -> Generator[None]:
-    """Autocast on for these devices, on any build: torch.autocast("cuda") asks for a GPU."""
-    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in on]
+def autocast_as(region: Iterable[tuple[str, torch.dtype, bool]]) -> Generator[None]:
+    """Autocast as these say, on any build: torch.autocast("cuda") itself asks for a GPU."""
+    devices = tuple(region)
+    before = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d, _, _ in devices]
     try:
-        for device, dtype in on.items():
-            torch.set_autocast_enabled(device, True)
-            torch.set_autocast_dtype(device, dtype)
+        _set_autocast(devices)
         yield
     finally:
-        for device, enabled, dtype in before:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
+        _set_autocast(before)
+
+
+def _set_autocast(region: Iterable[tuple[str, torch.dtype, bool]]) -> None:
+    for device, dtype, enabled in region:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+_AUTOCAST_CALLS = frozenset(
+    function
+    for module in (torch, torch._C)
+    for name, function in vars(module).items()
+    if "autocast" in name and isinstance(function, types.BuiltinFunctionType)
+)
+
+
+@contextlib.contextmanager
+def autocast_asked() -> Generator[list[str]]:
+    """Collect the names of the calls that ask for the autocast state or change it.
+
+    Python's profiling hook shows each call of a C function, however it was imported. Where a
+    profiler written in C has the hook, nothing can be seen, so the answer is that one asked.
+    """
+    asked: list[str] = []
+    before: Any = sys.getprofile()
+    if before is not None and not callable(before):
+        yield ["unknown"]
+        return
+
+    def watch(frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and argument in _AUTOCAST_CALLS:
+            asked.append(argument.__name__)
+
+    sys.setprofile(watch)
+    try:
+        yield asked
+    finally:
+        sys.setprofile(before)
 
 
 def has_python_backward(tree: object) -> bool:

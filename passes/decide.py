@@ -47,11 +47,12 @@ from ampgraph.internals import (
     quiet_fake_errors,
     schema_of,
 )
-from ampgraph.listener import Call, DataDependentError, Listener
+from ampgraph.listener import Call, DataDependentError, LibraryKernelError, Listener
 from ampgraph.passes.bodies import plan_higher_order
 from ampgraph.passes.direct import direct
+from ampgraph.passes.follow_asserts import followed_assert
 from ampgraph.passes.keep_finite import LargeConstants
-from ampgraph.passes.keep_functions import kept_function
+from ampgraph.passes.keep_functions import kept_function, kept_kernel
 from ampgraph.passes.open_composite import open_composite
 from ampgraph.passes.plan import Plan, Plans
 from ampgraph.passes.regions import is_region, step
@@ -125,13 +126,13 @@ class Decider:
         inside = transformed(node, self.env, self.quiet)
         if inside is not None:
             return Plan(value=inside[0])
+        whole = followed_assert(self, node) or kept_function(self, node)
+        if whole is not None:
+            return whole
         here = operands(node, self.env)
         opaque = node.op == "call_module"  # left by inline_modules: it computes nothing
         if opaque or not any(isinstance(o.value, Tensor) for o in here):
             return self._without_tensors(node)
-        whole = kept_function(self, node)
-        if whole is not None:
-            return whole
         law = self.law(node)
         key = _key(node, here, law)
         if key is None or key not in self.cache:
@@ -176,6 +177,8 @@ class Decider:
                 value = call(node, args, kwargs)
         except DataDependentError:
             return self._unseen(node, here, law, listener.calls)
+        except LibraryKernelError as found:
+            return kept_kernel(self, node, str(found))
         except AmpgraphError as error:
             error.where = error.where or _where(node)
             raise
