@@ -448,6 +448,30 @@ def compilations() -> Generator[list[tuple[str, str, str]]]:
             failed.append((m.co_name or "?", f"{m.co_filename}:{m.co_firstlineno}", reason))
 
 
+def frame_modules() -> dict[str, torch.nn.Module]:
+    """The modules among the locals of the frame Dynamo is compiling."""
+    tx = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+    values = tx.output.root_tx.f_locals if tx is not None else {}
+    return {name: v for name, v in values.items() if isinstance(v, torch.nn.Module)}
+
+
+def modules_being_called() -> list[torch.nn.Module]:
+    """The modules whose methods are on the stack below torch.compile's wrapper, outermost first."""
+    found: list[torch.nn.Module] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        if frame.f_code.co_filename.endswith("convert_frame.py"):
+            found.clear()  # frames of the compilation itself
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        first = frame.f_locals.get(names[0]) if names else None
+        if isinstance(first, torch.nn.Module) and (not found or found[-1] is not first):
+            found.append(first)
+        frame = frame.f_back
+    own = [m for name, m in frame_modules().items() if name == "self"]
+    missing = [m for m in own if all(m is not one for one in found)]
+    return [*reversed(found), *missing] if frame is not None else []
+
+
 def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
     """Why Dynamo ended this graph, and the user's line, if a graph break ended it."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -20,6 +20,7 @@ from ampgraph.passes.fold_casts import fold_casts
 from ampgraph.passes.insert_casts import Inserter
 from ampgraph.passes.keep_aliases import keep_aliases
 from ampgraph.passes.plan import Plans
+from ampgraph.place import NOWHERE, Place
 from ampgraph.policy import Policy
 from ampgraph.state import OFF, AutocastState
 from ampgraph.verify import count_casts, graphs, same_dtypes, verify
@@ -38,6 +39,7 @@ class Program:
     state: AutocastState
     outputs: Outputs
     grad: bool
+    place: Place = NOWHERE
     plans: Plans = field(default_factory=Plans)
     after: fx.GraphModule | None = None
     made: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])  # from before to after
@@ -50,7 +52,7 @@ class Program:
 
 
 def _decide(p: Program) -> None:
-    p.plans = Decider(p.before, p.mode, p.policies, p.state, p.grad).run()
+    p.plans = Decider(p.before, p.mode, p.policies, p.state, p.grad, p.place).run()
 
 
 def _insert_casts(p: Program) -> None:
@@ -88,7 +90,7 @@ def _fold_casts(p: Program) -> None:
 def _verify(p: Program) -> None:
     verify(p.graph)
     if settings.settings().verify == "full":
-        again = Decider(p.graph, p.mode, p.policies, OFF, p.grad).run()
+        again = Decider(p.graph, p.mode, p.policies, OFF, p.grad, p.place).run()
         for node, value in again.env.items():
             same_dtypes(node, value)
 
@@ -122,6 +124,7 @@ def rewrite_graph(
     state: AutocastState,
     outputs: Outputs,
     grad: bool,
+    place: Place = NOWHERE,
 ) -> Rewritten:
     """Run every pass over a captured graph, which is left as it is.
 
@@ -131,9 +134,10 @@ def rewrite_graph(
         state: the autocast state at the graph's entry.
         outputs: "autocast" returns what the ops return, "original" the captured dtypes.
         grad: whether gradients may be wanted: then every use has a cast of its own.
+        place: the modules around the graph, which module rules may mean.
     """
     started = time.perf_counter()
-    program = Program(gm, fake_mode_of(gm), policies, state, outputs, grad)
+    program = Program(gm, fake_mode_of(gm), policies, state, outputs, grad, place)
     for run in PASSES:
         _logged(run, program)
     left = count_casts(program.graph)

@@ -30,7 +30,6 @@ from ampgraph.graph import (
     error_trace,
     fresh,
     like,
-    module_stack,
     no_guards,
     op_name,
     operands,
@@ -58,6 +57,7 @@ from ampgraph.passes.plan import Plan, Plans
 from ampgraph.passes.regions import is_region, step
 from ampgraph.passes.rows import notes_of, renamed, row, rows_inside
 from ampgraph.passes.transforms import transformed
+from ampgraph.place import NOWHERE, Place
 from ampgraph.policy import Policy
 from ampgraph.state import AutocastState
 from ampgraph.verdict import Law, tensors
@@ -73,9 +73,10 @@ class Decider:
         policies: Mapping[str, Policy],
         state: AutocastState,
         grad: bool = True,
+        place: Place = NOWHERE,
     ) -> None:
         self.gm, self.mode, self.policies, self.state = gm, mode, policies, state
-        self.grad = grad
+        self.grad, self.place = grad, place
         self.plans = Plans()
         self.env = self.plans.env
         self.regions: dict[fx.Node, Any] = {}
@@ -107,7 +108,7 @@ class Decider:
         self, body: fx.GraphModule, inputs: Sequence[Any] | None, state: AutocastState
     ) -> Plans:
         """Plan the body of a higher-order op, under the same policies."""
-        return Decider(body, self.mode, self.policies, state, self.grad).run(inputs)
+        return Decider(body, self.mode, self.policies, state, self.grad, self.place).run(inputs)
 
     def _attribute(self, node: fx.Node) -> Any:
         value: Any = operator.attrgetter(str(node.target))(self.gm)
@@ -147,7 +148,7 @@ class Decider:
 
     def law(self, node: fx.Node) -> Law:
         """The law at this node: the state, and the innermost module rule that matches it."""
-        stack = module_stack(node)
+        stack = self.place.stack(node)
         state, rule = self.state, None
         for device_type in state.enabled():
             found = self.policy(device_type).module_rule_for(stack)
