@@ -31,6 +31,7 @@ from ampgraph.internals import (
 from ampgraph.options import Options
 from ampgraph.passes.check_strict import check_strict
 from ampgraph.pipeline import Rewritten, rewrite_graph
+from ampgraph.place import NOWHERE, place_of_frame, uneven_rules
 from ampgraph.policy import Policy
 from ampgraph.runtime import without_autocast
 from ampgraph.state import AutocastState, DeviceState
@@ -110,6 +111,7 @@ def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
     warn_if_slow(state)
     policy = options.policy or Policy.autocast(device_type)
     warn_if_unmatched(gm, policy)
+    warn_if_uneven(policy)
     result = rewrite_graph(
         gm,
         policies={device_type: policy},
@@ -117,6 +119,7 @@ def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
         outputs=options.outputs or ("autocast" if device_type in ambient else "original"),
         grad=torch.is_grad_enabled() or turns_grad_on(gm),
         strict=options.strict,
+        place=place_of_frame() if policy.modules else NOWHERE,
     )
     if options.strict:
         check_strict(result.after, result.decisions, options.inner)
@@ -192,6 +195,17 @@ def warn_if_unmatched(gm: fx.GraphModule, policy: Policy) -> None:
                 f"the policy's module pattern {rule.match!r} matched no module in the graph: "
                 "patterns are globs over the paths of named_modules(), or module classes"
             )
+
+
+def warn_if_uneven(policy: Policy) -> None:
+    """One warning where one compiled frame serves modules that the policy's rules tell apart."""
+    kind = uneven_rules(policy) if policy.modules else ""
+    if kind:
+        warn_once(
+            f"the graph breaks inside {kind}, whose forward is compiled once for all of its kind, "
+            "but the policy's module patterns mean some of them only: the rules of the first one "
+            "called hold for all. Remove the break, or give one rule for the class"
+        )
 
 
 _warned: set[str] = set()

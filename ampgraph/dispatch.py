@@ -20,7 +20,7 @@ from ampgraph.mend import mixed, too_big
 from ampgraph.oplists import append_target
 from ampgraph.oplists.inside import CALLED_INSIDE
 from ampgraph.policy import Category, Policy
-from ampgraph.verdict import FP32, KERNEL, Law, Verdict, eligible, named, tensors, widest
+from ampgraph.verdict import FP32, KERNEL, LIBRARY, Law, Verdict, eligible, named, tensors, widest
 
 BANNED_CURE = (
     "binary_cross_entropy: use binary_cross_entropy_with_logits, which is safe; or ask for float32 "
@@ -121,7 +121,7 @@ def _apply(
         return _append_dtype(policy, op, because, (args, kwargs), device_type)
     if category is Category.BANNED and any(eligible(t, device_type) for t in inputs):
         raise BannedOpError(f"{op.name()} ({because})", cure=BANNED_CURE)
-    return Verdict(op, Category.FOLLOW, because, closed=rule.closes)
+    return Verdict(op, LIBRARY if rule.kernel else category, because, closed=rule.closes)
 
 
 def _cast_to(

@@ -169,6 +169,14 @@ def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
     return found
 
 
+def module_roots(node: fx.Node) -> list[str]:
+    """The name of the variable that leads to each module of `module_stack`."""
+    stack = node.meta.get("nn_module_stack") or {}
+    found = [re.match(r"[LG]\['([^']*)'\]", path) for path, _ in stack.values()]
+    names = [match.group(1) if match else "" for match in found]
+    return [*names, ""] if node.op == "call_module" else names
+
+
 def module_of(node: fx.Node) -> str:
     """Path of the innermost module the node was called in, "" for the root."""
     stack = module_stack(node)

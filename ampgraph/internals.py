@@ -171,18 +171,53 @@ def autocast_off_at_run_time() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def autocast_as(on: Mapping[str, torch.dtype]) -> Generator[None]:
-    """Autocast on for these devices, on any build: torch.autocast("cuda") asks for a GPU."""
-    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in on]
+def autocast_as(region: Iterable[tuple[str, torch.dtype, bool]]) -> Generator[None]:
+    """Autocast as these say, on any build: torch.autocast("cuda") itself asks for a GPU."""
+    devices = tuple(region)
+    before = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d, _, _ in devices]
     try:
-        for device, dtype in on.items():
-            torch.set_autocast_enabled(device, True)
-            torch.set_autocast_dtype(device, dtype)
+        _set_autocast(devices)
         yield
     finally:
-        for device, enabled, dtype in before:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
+        _set_autocast(before)
+
+
+def _set_autocast(region: Iterable[tuple[str, torch.dtype, bool]]) -> None:
+    for device, dtype, enabled in region:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+_AUTOCAST_CALLS = frozenset(
+    function
+    for module in (torch, torch._C)
+    for name, function in vars(module).items()
+    if "autocast" in name and isinstance(function, types.BuiltinFunctionType)
+)
+
+
+@contextlib.contextmanager
+def autocast_asked() -> Generator[list[str]]:
+    """Collect the names of the calls that ask for the autocast state or change it.
+
+    Python's profiling hook shows each call of a C function, however it was imported. Where a
+    profiler written in C has the hook, nothing can be seen, so the answer is that one asked.
+    """
+    asked: list[str] = []
+    before: Any = sys.getprofile()
+    if before is not None and not callable(before):
+        yield ["unknown"]
+        return
+
+    def watch(frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and argument in _AUTOCAST_CALLS:
+            asked.append(argument.__name__)
+
+    sys.setprofile(watch)
+    try:
+        yield asked
+    finally:
+        sys.setprofile(before)
 
 
 def has_python_backward(tree: object) -> bool:
@@ -421,6 +456,30 @@ def compilations() -> Generator[list[tuple[str, str, str]]]:
         if id(m) not in seen and m.fail_type is not None:
             reason = " ".join((m.fail_reason or m.fail_type).split())
             failed.append((m.co_name or "?", f"{m.co_filename}:{m.co_firstlineno}", reason))
+
+
+def frame_modules() -> dict[str, torch.nn.Module]:
+    """The modules among the locals of the frame Dynamo is compiling."""
+    tx = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+    values = tx.output.root_tx.f_locals if tx is not None else {}
+    return {name: v for name, v in values.items() if isinstance(v, torch.nn.Module)}
+
+
+def modules_being_called() -> list[torch.nn.Module]:
+    """The modules whose methods are on the stack below torch.compile's wrapper, outermost first."""
+    found: list[torch.nn.Module] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        if frame.f_code.co_filename.endswith("convert_frame.py"):
+            found.clear()  # frames of the compilation itself
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        first = frame.f_locals.get(names[0]) if names else None
+        if isinstance(first, torch.nn.Module) and (not found or found[-1] is not first):
+            found.append(first)
+        frame = frame.f_back
+    own = [m for name, m in frame_modules().items() if name == "self"]
+    missing = [m for m in own if all(m is not one for one in found)]
+    return [*reversed(found), *missing] if frame is not None else []
 
 
 def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:

@@ -20,7 +20,7 @@ from ampgraph.internals import (
 )
 from ampgraph.mend import mend
 from ampgraph.policy import Category
-from ampgraph.verdict import REPAIR, Law, Verdict, tensors
+from ampgraph.verdict import LIBRARY, REPAIR, Law, Verdict, tensors
 
 
 def cast_order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
@@ -70,6 +70,10 @@ def carry_out(
 
 class DataDependentError(Exception):
     """An op that fake tensors cannot run again: its result depends on elements or a subclass."""
+
+
+class LibraryKernelError(Exception):
+    """An op whose autocast kernel is its library's own code, which only torch.autocast can run."""
 
 
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -132,6 +136,8 @@ class Listener(PreDispatchMode):
         verdict = judge(func, args, kwargs, self.law)
         call = Call(func, verdict, tuple(tensors((args, kwargs))), cast_order(args, kwargs))
         self.calls.append(call)
+        if verdict.category == LIBRARY:
+            raise LibraryKernelError(func.name())
         if any(is_wrapper_subclass(t) for t in call.inputs):
             self._carried_out(call, args, kwargs)
             raise DataDependentError(func.name())  # nested and distributed tensors run their way

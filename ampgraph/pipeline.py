@@ -14,13 +14,15 @@ from ampgraph import settings
 from ampgraph.decision import CastCounts, Decision
 from ampgraph.graph import captured, fake_mode_of, op_name
 from ampgraph.internals import FakeTensorMode
-from ampgraph.passes.cast_outputs import cast_outputs
+from ampgraph.passes.cast_outputs import cast_outputs, output_of
 from ampgraph.passes.decide import Decider
 from ampgraph.passes.fold_casts import fold_casts
 from ampgraph.passes.fuse_scaling import fuse_scaling
-from ampgraph.passes.insert_casts import insert_casts
+from ampgraph.passes.insert_casts import Inserter
+from ampgraph.passes.keep_aliases import keep_aliases
 from ampgraph.passes.plan import Plans
 from ampgraph.passes.rows import notes_of
+from ampgraph.place import NOWHERE, Place
 from ampgraph.policy import Policy
 from ampgraph.state import OFF, AutocastState
 from ampgraph.verify import count_casts, graphs, same_dtypes, verify
@@ -40,8 +42,10 @@ class Program:
     outputs: Outputs
     grad: bool
     strict: bool = False
+    place: Place = NOWHERE
     plans: Plans = field(default_factory=Plans)
     after: fx.GraphModule | None = None
+    made: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])  # from before to after
     inserted: int = 0
     fused: tuple[Decision, ...] = ()
 
@@ -52,23 +56,26 @@ class Program:
 
 
 def _decide(p: Program) -> None:
-    p.plans = Decider(p.before, p.mode, p.policies, p.state, p.grad).run()
+    p.plans = Decider(p.before, p.mode, p.policies, p.state, p.grad, p.place).run()
 
 
 def _insert_casts(p: Program) -> None:
-    p.after = insert_casts(p.before, p.plans, p.mode, p.grad)
+    inserter = Inserter(p.before, p.plans, p.mode, p.grad)
+    p.after, p.made = inserter.run(), inserter.env
 
 
 def _restore_outputs(p: Program) -> None:
     if p.outputs == "original":
-        cast_outputs(p.graph, _changed_outputs(p), p.mode, "outputs='original'")
+        changed = _changed_outputs(p)
+        done = keep_aliases(p.before, p.graph, p.plans, p.made, p.mode, changed)
+        alone = {i: dtype for i, dtype in changed.items() if i not in done}
+        cast_outputs(p.graph, alone, p.mode, "outputs='original'")
     p.inserted = count_casts(p.graph)
 
 
 def _changed_outputs(p: Program) -> dict[int, Any]:
     """The positions of outputs whose dtype the rewrite changed, with the dtype they had."""
-    output = next(n for n in reversed(p.before.graph.nodes) if n.op == "output")
-    before = pytree.tree_leaves(output.args[0])
+    before = pytree.tree_leaves(output_of(p.before).args[0])
     now = pytree.tree_leaves(p.plans.output)
     pairs = zip(before, now, strict=True)
     changed: dict[int, Any] = {}
@@ -92,7 +99,7 @@ def _fuse_scaling(p: Program) -> None:
 def _verify(p: Program) -> None:
     verify(p.graph)
     if settings.settings().verify == "full":
-        again = Decider(p.graph, p.mode, p.policies, OFF, p.grad).run()
+        again = Decider(p.graph, p.mode, p.policies, OFF, p.grad, p.place).run()
         for node, value in again.env.items():
             same_dtypes(node, value)
 
@@ -128,6 +135,7 @@ def rewrite_graph(
     outputs: Outputs,
     grad: bool,
     strict: bool = False,
+    place: Place = NOWHERE,
 ) -> Rewritten:
     """Run every pass over a captured graph, which is left as it is.
 
@@ -138,9 +146,10 @@ def rewrite_graph(
         outputs: "autocast" returns what the ops return, "original" the captured dtypes.
         grad: whether gradients may be wanted: then every use has a cast of its own.
         strict: leave out what rounds differently from eager.
+        place: the modules around the graph, which module rules may mean.
     """
     started = time.perf_counter()
-    program = Program(gm, fake_mode_of(gm), policies, state, outputs, grad, strict)
+    program = Program(gm, fake_mode_of(gm), policies, state, outputs, grad, strict, place)
     for run in PASSES:
         _logged(run, program)
     left = count_casts(program.graph)

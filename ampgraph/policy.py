@@ -36,6 +36,7 @@ class Rule:
     category: Category
     because: str
     dtype: torch.dtype | None = None
+    kernel: bool = False  # its library's autocast kernel is code: nobody but torch can follow it
 
     @property
     def closes(self) -> bool:
@@ -222,7 +223,7 @@ class Policy:
             or _registered_rule(op, self.device_type)
             or _autocast_kernel_rule(op, self.device_type)
             or _base_rule(op, self.device_type)
-            or Rule(Category.FOLLOW, _why_it_follows(op, self.device_type))
+            or _no_rule(op, self.device_type)
         )
 
     def _own_rule(self, op: OpOverload) -> Rule | None:
@@ -258,11 +259,12 @@ def _base_rule(op: OpOverload, device_type: str) -> Rule | None:
     return Rule(category, f"{device_type} autocast list: {listed}")
 
 
-def _why_it_follows(op: OpOverload, device_type: str) -> str:
-    """The reason for an op without a rule; an autocast kernel we cannot read deserves a word."""
+def _no_rule(op: OpOverload, device_type: str) -> Rule:
+    """An op without a rule follows its inputs; one with a kernel we cannot read may not."""
     if internals.has_autocast_kernel(op, device_type):
-        return "no rule: its library's autocast kernel is code (register_op can name a category)"
-    return "no rule: follows its inputs"
+        because = "no rule: its library's autocast kernel is code (register_op can name a category)"
+        return Rule(Category.FOLLOW, because, kernel=op.namespace != "aten")
+    return Rule(Category.FOLLOW, "no rule: follows its inputs")
 
 
 def _merged_ops(ops: Iterable[tuple[str, Category]]) -> tuple[tuple[str, Category], ...]:

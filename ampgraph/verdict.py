@@ -16,6 +16,7 @@ from ampgraph.state import AutocastState
 FP32 = torch.float32
 REPAIR = "repair"  # the category of what eager would refuse to run
 CONSTANT = "constant"  # the category of a constant that its tensor's dtype cannot hold
+LIBRARY = "library"  # the category of an op whose library wrote its autocast kernel
 KERNEL = "kernel"  # the category of a kernel that eager autocast reaches into, and we do not
 
 FUSED = "fused"  # the category of a kernel that stands for several ops

@@ -31,7 +31,6 @@ from ampgraph.graph import (
     error_trace,
     fresh,
     like,
-    module_stack,
     no_guards,
     op_name,
     operands,
@@ -47,16 +46,18 @@ from ampgraph.internals import (
     quiet_fake_errors,
     schema_of,
 )
-from ampgraph.listener import Call, DataDependentError, Listener
+from ampgraph.listener import Call, DataDependentError, LibraryKernelError, Listener
 from ampgraph.passes.bodies import plan_higher_order
 from ampgraph.passes.direct import direct
+from ampgraph.passes.follow_asserts import followed_assert
 from ampgraph.passes.keep_finite import LargeConstants
-from ampgraph.passes.keep_functions import kept_function
+from ampgraph.passes.keep_functions import kept_function, kept_kernel
 from ampgraph.passes.open_composite import open_composite
 from ampgraph.passes.plan import Plan, Plans
 from ampgraph.passes.regions import is_region, step
 from ampgraph.passes.rows import notes_of, renamed, row, rows_inside
 from ampgraph.passes.transforms import transformed
+from ampgraph.place import NOWHERE, Place
 from ampgraph.policy import Policy
 from ampgraph.state import AutocastState
 from ampgraph.verdict import Law, tensors
@@ -72,9 +73,10 @@ class Decider:
         policies: Mapping[str, Policy],
         state: AutocastState,
         grad: bool = True,
+        place: Place = NOWHERE,
     ) -> None:
         self.gm, self.mode, self.policies, self.state = gm, mode, policies, state
-        self.grad = grad
+        self.grad, self.place = grad, place
         self.plans = Plans()
         self.env = self.plans.env
         self.regions: dict[fx.Node, Any] = {}
@@ -106,7 +108,7 @@ class Decider:
         self, body: fx.GraphModule, inputs: Sequence[Any] | None, state: AutocastState
     ) -> Plans:
         """Plan the body of a higher-order op, under the same policies."""
-        return Decider(body, self.mode, self.policies, state, self.grad).run(inputs)
+        return Decider(body, self.mode, self.policies, state, self.grad, self.place).run(inputs)
 
     def _plan(self, node: fx.Node) -> Plan:
         if is_region(node):
@@ -117,13 +119,13 @@ class Decider:
         inside = transformed(node, self.env, self.quiet)
         if inside is not None:
             return Plan(value=inside[0])
+        whole = followed_assert(self, node) or kept_function(self, node)
+        if whole is not None:
+            return whole
         here = operands(node, self.env)
         opaque = node.op == "call_module"  # left by inline_modules: it computes nothing
         if opaque or not any(isinstance(o.value, Tensor) for o in here):
             return self._without_tensors(node)
-        whole = kept_function(self, node)
-        if whole is not None:
-            return whole
         law = self.law(node)
         key = _key(node, here, law)
         if key is None or key not in self.cache:
@@ -138,7 +140,7 @@ class Decider:
 
     def law(self, node: fx.Node) -> Law:
         """The law at this node: the state, and the innermost module rule that matches it."""
-        stack = module_stack(node)
+        stack = self.place.stack(node)
         state, rule = self.state, None
         for device_type in state.enabled():
             found = self.policy(device_type).module_rule_for(stack)
@@ -168,6 +170,8 @@ class Decider:
                 value = call(node, args, kwargs)
         except DataDependentError:
             return self._unseen(node, here, law, listener.calls)
+        except LibraryKernelError as found:
+            return kept_kernel(self, node, str(found))
         except AmpgraphError as error:
             error.where = error.where or _where(node)
             raise

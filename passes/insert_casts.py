@@ -60,8 +60,9 @@ class Inserter:
         self._keep_requires_grad()
         return self._module()
 
-    def _enter(self, node: fx.Node, device_type: str, dtype: torch.dtype) -> fx.Node:
-        region = self.graph.call_function(enter_autocast, (device_type, dtype, True, None))
+    def _enter(self, node: fx.Node, device: str, dtype: torch.dtype, on: bool) -> fx.Node:
+        """Without a cast cache, as everywhere: it would sum gradients in low precision."""
+        region = self.graph.call_function(enter_autocast, (device, dtype, on, False))
         self._site(region, node, KEPT)
         return region
 

@@ -44,7 +44,7 @@ class Plan:
     inline: fx.GraphModule | None = None
     inputs: tuple[Position, ...] = ()
     bodies: tuple[tuple[int, fx.GraphModule], ...] = ()
-    region: tuple[tuple[str, torch.dtype], ...] = ()
+    region: tuple[tuple[str, torch.dtype, bool], ...] = ()
     value: Any = None
     mutates: bool = False
     notes: tuple[str, ...] = ()

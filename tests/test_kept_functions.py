@@ -1,4 +1,4 @@
-"""Functions that Dynamo puts into the graph whole, with a backward of their own inside."""
+"""Code that stays whole, for only torch.autocast can run it: functions, and libraries' kernels."""
 
 import functools
 from collections.abc import Callable
@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 from torch.amp import custom_bwd, custom_fwd
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 import ampgraph
-from support import BF16, FP32, assert_like_eager, assert_same, dtypes, gradients, records_of
+from support import (
+    BF16,
+    FP32,
+    assert_like_eager,
+    assert_same,
+    autocast,
+    dtypes,
+    gradients,
+    records_of,
+)
 
 
 class Loud(Function):
@@ -105,3 +115,113 @@ def test_an_islands_function_stays_fp32(pair: tuple[Tensor, Tensor]) -> None:
             return loud(x, w)
 
     assert_like_eager(program, pair)
+
+
+def asks(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w) * (3 if torch.is_autocast_enabled("cpu") else 1)
+
+
+def asks_dtype(x: Tensor, w: Tensor) -> Tensor:
+    return (x.double() @ w.double()).to(torch.get_autocast_dtype("cpu"))
+
+
+def island(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    with torch.autocast("cpu", enabled=False):
+        return y.float() @ w
+
+
+def twice(x: Tensor, w: Tensor) -> Tensor:
+    """A weight with two uses: a cast cache would sum their gradients in low precision."""
+    return asks(asks(x, w), w)
+
+
+PUT_IN = [torch.compiler.allow_in_graph, torch._dynamo.nonstrict_trace]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("put_in", PUT_IN, ids=["allowed", "nonstrict"])
+@pytest.mark.parametrize("function", [asks, asks_dtype, island, twice], ids=lambda f: f.__name__)
+def test_a_function_that_asks_for_the_state_is_told_the_callers(
+    function: Any, put_in: Any, inner: str, pair: tuple[Tensor, Tensor]
+) -> None:
+    whole = put_in(functools.wraps(function)(lambda x, w: function(x, w)))
+    compiled = ampgraph.compile(around(whole), inner=inner)
+    assert_same(gradients(lambda: compiled(*pair), list(pair)), of_eager(function, pair))
+    notes = [note for record in records_of(compiled) for note in record.rewritten.notes]
+    assert any("asks for the autocast state" in note for note in notes), notes
+
+
+def of_eager(function: Any, pair: tuple[Tensor, Tensor]) -> Any:
+    def run() -> Tensor:
+        with autocast():
+            return around(function)(*pair)
+
+    return gradients(run, list(pair))
+
+
+def test_an_island_tells_its_dtype(pair: tuple[Tensor, Tensor]) -> None:
+    whole = torch.compiler.allow_in_graph(lambda x, w: asks_dtype(x, w))
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16, enabled=False):
+            return whole(x, w)
+
+    compiled = ampgraph.compile(program, inner="eager")
+    with torch.no_grad():
+        assert compiled(*pair).dtype == torch.float16
+
+
+def test_a_function_that_does_not_ask_obeys_the_policy(pair: tuple[Tensor, Tensor]) -> None:
+    policy = ampgraph.Policy.autocast("cpu").deny("aten::matmul")
+    compiled = ampgraph.compile(lambda x, w: without(x, w), inner="eager", policy=policy)
+    assert compiled(*pair).dtype == FP32
+    assert [note for record in records_of(compiled) for note in record.rewritten.notes] == []
+
+
+LIBRARY = torch.library.Library("ampgraph_kept", "DEF")
+LIBRARY.define("doubled(Tensor a, Tensor b) -> Tensor")
+LIBRARY.define("around(Tensor a, Tensor b) -> Tensor")
+LIBRARY.impl("doubled", lambda a, b: a @ b, "CompositeImplicitAutograd")
+LIBRARY.impl(
+    "around",
+    lambda a, b: torch.ops.ampgraph_kept.doubled(a @ b, b),
+    "CompositeImplicitAutograd",
+)
+
+
+def autocast_kernel(a: Tensor, b: Tensor) -> Tensor:
+    """What torchvision's C++ does: float32, whatever the inputs are; and it shows that it ran."""
+    with torch.autocast("cpu", enabled=False):
+        out: Tensor = torch.ops.ampgraph_kept.doubled(a.float(), b.float()) * 2
+    return out
+
+
+LIBRARY.impl("doubled", autocast_kernel, "AutocastCPU")
+
+
+def checkpointed(a: Tensor, b: Tensor) -> Tensor:
+    out: Tensor = checkpoint(torch.ops.ampgraph_kept.doubled, a, b, use_reentrant=False)
+    return out
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "op",
+    [torch.ops.ampgraph_kept.doubled, torch.ops.ampgraph_kept.around.default, checkpointed],
+    ids=["itself", "inside", "in_a_body"],
+)
+def test_an_autocast_kernel_is_run_by_autocast(
+    op: Any, inner: str, pair: tuple[Tensor, Tensor]
+) -> None:
+    compiled = assert_like_eager(around(op), pair, inner=inner)
+    notes = [note for record in records_of(compiled) for note in record.rewritten.notes]
+    assert any("wrote an autocast kernel" in note for note in notes), notes
+
+
+def test_a_users_rule_beats_a_librarys_kernel(pair: tuple[Tensor, Tensor]) -> None:
+    policy = ampgraph.Policy.autocast("cpu").allow("ampgraph_kept::doubled")
+    op = torch.ops.ampgraph_kept.doubled
+    compiled = ampgraph.compile(lambda x, w: op(x, w), inner="eager", policy=policy)
+    x, w = pair
+    assert_same(compiled(x, w), x.to(BF16) @ w.to(BF16))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ampgraph
+from ampgraph.errors import AmpgraphWarning
+from ampgraph.policy import Policy
 from support import (
     BF16,
     FP32,
@@ -20,6 +22,7 @@ from support import (
     autocast,
     by_hand,
     dtypes,
+    op_rows,
 )
 
 # Dynamo's, about what it passes on after a graph break.
@@ -153,3 +156,61 @@ def test_error_inside_the_model_reaches_the_caller(x: Tensor) -> None:
         compiled(x)
     assert not ambient(), "the region is left"
     assert compiled(x[:4]).dtype == BF16, "and the next call works"
+
+
+class Broken(nn.Module):
+    """A graph break between two layers: its forward is captured alone, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.l = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.k(x) @ x.T
+        torch._dynamo.graph_break()
+        out: Tensor = self.l(y @ x)
+        return out
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.block, self.other = nn.Linear(4, 4), Broken(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.other(self.block(self.a(x)))
+        return out
+
+
+@pytest.mark.parametrize("match", ["block", "b*", Broken])
+@pytest.mark.parametrize("door", ["compile", "backend"])
+def test_a_rule_holds_where_the_graph_breaks_inside_its_module(match: Any, door: str) -> None:
+    model, x = Around(), torch.randn(2, 4)
+    policy = Policy.autocast("cpu").module(match, dtype=torch.float32)
+    options: Any = {"inner": "eager", "policy": policy, "outputs": "autocast"}
+    if door == "compile":
+        compiled = ampgraph.compile(model, **options)
+    else:
+        options["dtype"] = "bf16"
+        compiled = torch.compile(model, backend="ampgraph", options=options)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        y = model.a(x)
+        with torch.autocast("cpu", enabled=False):
+            y = model.block(y.float())
+        want = model.other(y)
+    if door == "compile":
+        got = compiled(x)
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+    compiled(x)
+    rows = op_rows(compiled)
+    inside = [r for r in rows if r.op in ("aten.linear", "aten.matmul")][1:-1]
+    assert len(inside) == 4
+    assert {r.dtype for r in inside} == {torch.float32}
+
+
+def test_a_rule_for_one_of_many_broken_modules_is_told() -> None:
+    model = nn.Sequential(Broken(), Broken())
+    policy = Policy.autocast("cpu").module("1", dtype=torch.float32)
+    with pytest.warns(AmpgraphWarning, match="breaks inside Broken"):
+        ampgraph.compile(model, inner="eager", policy=policy)(torch.randn(2, 4))

@@ -225,3 +225,43 @@ def test_a_module_that_cannot_be_traced_is_named() -> None:
     gm = torch.fx.GraphModule(outer, Leaves().trace(outer))
     with pytest.raises(RewriteError, match="'inner' cannot be traced"):
         ampgraph.rewrite(gm, (torch.randn(3),))
+
+
+class Widened(nn.Module):
+    """torch.export asserts the dtype of what a user's own cast meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.a(x)
+        return y.float().softmax(-1), y.to(torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_assertions_follow_the_rewrite(dtype: torch.dtype) -> None:
+    model, x = Widened(), torch.randn(3, 4)
+    captured = torch.export.export(model, (x,)).module()
+    ours = ampgraph.rewrite(captured, (x,), dtype=dtype)
+    for a, b in zip(ours(x), eager(model, (x,), dtype), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    asserted = [n for n in ours.graph.nodes if "_assert_tensor_metadata" in str(n.target)]
+    found = {n.args[3] if len(n.args) > 3 else n.kwargs["dtype"] for n in asserted}
+    assert dtype in found, "they assert what the tensors are now"
+
+
+def test_a_false_assertion_still_fails() -> None:
+    def run(x: Tensor) -> Tensor:
+        y = x @ x
+        torch.ops.aten._assert_tensor_metadata.default(y, dtype=torch.float32)
+        return y
+
+    x = torch.randn(3, 3)
+    graph = torch.fx.symbolic_trace(run)
+    ampgraph.rewrite(graph, (x,))(x)
+    called = next(n for n in graph.graph.nodes if "assert" in n.name)
+    called.kwargs = {"dtype": torch.float64}
+    with pytest.raises(Exception, match="dtype mismatch"):
+        ampgraph.rewrite(graph, (x,))(x)

@@ -32,6 +32,7 @@ FLOORS = (
         "ampgraph.listener",
         "ampgraph.mend",
         "ampgraph.options",
+        "ampgraph.place",
         "ampgraph.runtime",
         "ampgraph.state",
         "ampgraph.verdict",

@@ -92,18 +92,37 @@ def test_what_cannot_be_kept_is_refused_by_name(run: Any, named: str) -> None:
     assert "test_strict.py" in str(caught.value) or "node add" in str(caught.value)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_eager_kernels_are_always_exact(inner: str) -> None:
+def test_eager_kernels_are_always_exact() -> None:
     x = torch.randn(8, 8)
     run = lambda t: torch.softmax(torch.erfinv((t @ t).tanh()), -1) + 0.1  # noqa: E731
-    assert same(
-        ampgraph.compile(run, strict=True, inner=inner)(x), eager(run, (x,), torch.bfloat16)
-    )
+    compiled = ampgraph.compile(run, strict=True, inner="eager")
+    assert same(compiled(x), eager(run, (x,), torch.bfloat16))
 
 
-def test_an_unknown_backend_is_refused() -> None:
-    def mine(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        return gm.forward
+def mine(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    return gm.forward
 
-    with pytest.raises(BackendCompilerFailed, match="nothing is known"):
-        ampgraph.compile(lambda x: x @ x, strict=True, inner=mine)(torch.randn(2, 2))
+
+def bicubic(x: Tensor) -> Tensor:
+    return F.interpolate(F.conv2d(x, x), scale_factor=1.7, mode="bicubic")
+
+
+@pytest.mark.parametrize("inner", [mine, "aot_eager"], ids=["callable", "aot_eager"])
+def test_any_other_backend_is_refused(inner: Any) -> None:
+    """AOTAutograd's formula for a bicubic upsampling is not eager's kernel."""
+    x = torch.randn(3, 3, 8, 8)
+    with pytest.raises(BackendCompilerFailed, match="nothing is known") as caught:
+        ampgraph.compile(bicubic, strict=True, inner=inner)(x)
+    assert "use inner='eager'" in str(caught.value), "the cure is exact"
+    compiled = ampgraph.compile(bicubic, strict=True, inner="eager")
+    assert same(compiled(x), eager(bicubic, (x,), torch.bfloat16))
+
+
+@torch.compiler.allow_in_graph
+def asks(x: Tensor) -> Tensor:
+    return torch.erfinv(x) if torch.is_autocast_enabled("cpu") else x
+
+
+def test_code_that_was_not_looked_at_is_refused() -> None:
+    with pytest.raises(BackendCompilerFailed, match="asks runs inside a region of autocast"):
+        ampgraph.compile(lambda x: asks(x @ x), strict=True)(torch.randn(2, 2))
