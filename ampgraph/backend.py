@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, fx
 
 from ampgraph.errors import AmpgraphWarning
-from ampgraph.graph import module_stack
 from ampgraph.internals import (
     ambient_autocast,
     autocast_off_at_run_time,
@@ -31,7 +30,7 @@ from ampgraph.internals import (
 from ampgraph.options import Options
 from ampgraph.passes.check_strict import check_strict
 from ampgraph.pipeline import Rewritten, rewrite_graph
-from ampgraph.place import NOWHERE, place_of_frame, uneven_rules
+from ampgraph.place import NOWHERE, Place, place_of_frame, uneven_rules
 from ampgraph.policy import Policy
 from ampgraph.runtime import without_autocast
 from ampgraph.state import AutocastState, DeviceState
@@ -110,7 +109,8 @@ def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
     state = entry_state(options, ambient, device_type)
     warn_if_slow(state)
     policy = options.policy or Policy.autocast(device_type)
-    warn_if_unmatched(gm, policy)
+    place = place_of_frame() if policy.modules else NOWHERE
+    warn_if_unmatched(gm, policy, place)
     warn_if_uneven(policy)
     result = rewrite_graph(
         gm,
@@ -119,7 +119,7 @@ def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
         outputs=options.outputs or ("autocast" if device_type in ambient else "original"),
         grad=torch.is_grad_enabled() or turns_grad_on(gm),
         strict=options.strict,
-        place=place_of_frame() if policy.modules else NOWHERE,
+        place=place,
     )
     if options.strict:
         check_strict(result.after, result.decisions, options.inner)
@@ -183,11 +183,12 @@ def default_dtype(device_type: str) -> torch.dtype:
     return torch.bfloat16
 
 
-def warn_if_unmatched(gm: fx.GraphModule, policy: Policy) -> None:
+def warn_if_unmatched(gm: fx.GraphModule, policy: Policy, place: Place) -> None:
     """One warning for a module pattern that matches nothing; a cut graph cannot tell."""
-    if not policy.modules or graph_break_of(gm) is not None or "resume" in dynamo_code_name():
+    part = len(place.around) > 1 or "resume" in dynamo_code_name()
+    if not policy.modules or part or graph_break_of(gm) is not None:
         return
-    stacks = [module_stack(node) for g in graphs(gm) for node in g.graph.nodes]
+    stacks = [place.stack(node) for g in graphs(gm) for node in g.graph.nodes]
     called = [entry for stack in stacks for entry in stack]
     for rule in policy.modules:
         if not any(rule.matches(path, kind) for path, kind in called):

@@ -214,3 +214,34 @@ def test_a_rule_for_one_of_many_broken_modules_is_told() -> None:
     policy = Policy.autocast("cpu").module("1", dtype=torch.float32)
     with pytest.warns(AmpgraphWarning, match="breaks inside Broken"):
         ampgraph.compile(model, inner="eager", policy=policy)(torch.randn(2, 4))
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x
+
+
+def test_a_class_rule_holds_for_the_compiled_module_itself() -> None:
+    """Its class is in no node's stack; it is matched all the same, without a warning."""
+    x = torch.randn(4, 4)
+    policy = Policy.autocast("cpu").module(Square, dtype=FP32)
+    assert_same(ampgraph.compile(Square(), inner="eager", policy=policy)(x), x @ x)
+
+
+class Halves(nn.Module):
+    """A break between two parts, the second of which is whole in a frame of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.block, self.c = nn.Linear(4, 4), Broken(), Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(self.a(x))
+        torch._dynamo.graph_break()
+        out: Tensor = self.c(y)
+        return out
+
+
+def test_a_part_does_not_warn_of_rules_for_other_parts() -> None:
+    policy = Policy.autocast("cpu").module("a", dtype=FP32)
+    ampgraph.compile(Halves(), inner="eager", policy=policy)(torch.randn(4, 4))

@@ -21,6 +21,8 @@ FLOORS = (
         "ampgraph.explain",
         "ampgraph.offline",
         "ampgraph.report",
+        "ampgraph.scaler",
+        "ampgraph.steps",
     ),
     ("ampgraph.pipeline",),
     ("ampgraph.passes*",),
@@ -28,6 +30,7 @@ FLOORS = (
     (
         "ampgraph.decision",
         "ampgraph.dispatch",
+        "ampgraph.gradients",
         "ampgraph.graph",
         "ampgraph.listener",
         "ampgraph.mend",
