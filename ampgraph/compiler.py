@@ -45,7 +45,9 @@ class Door:
             return self._plainly(dtype, args, kwargs)
         compiled = len(self.backend.records)
         try:
-            with torch.autocast(device_type, dtype=dtype):
+            # without the cast cache, which would sum a weight's gradients in low precision where
+            # eager code inside uses it several times
+            with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
                 return run(*args, **kwargs)
         except TorchRuntimeError as error:
             if len(self.backend.records) != compiled:
