@@ -5,13 +5,14 @@ float32 and `custom_fwd` saw no autocast. So the region is entered around the co
 the backend takes the precision from it.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampgraph.backend import DOOR, Backend, device_type_of, entry_state, warn_once
@@ -33,26 +34,44 @@ class Door:
         self.backend = Backend(dataclasses.replace(options, dtype="ambient"))
         self.compiled = torch.compile(model, backend=self.backend, **torch_kwargs)
         self.plain: dict[torch.dtype, Callable[..., Any]] = {}
+        self.refused = Refused()
 
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `run`, the compiled callable, inside its autocast region."""
         if self.options.dtype == "ambient":
             return run(*args, **kwargs)
-        device_type = self._device_type(args, kwargs)
-        state = entry_state(self.options, ambient_autocast(), device_type)
-        dtype = state.enabled()[device_type]
-        if dtype in self.plain:
+        region, dtype = self.region(args, kwargs)
+        if self.refused and self.refused.knows(dtype, self.model, (args, kwargs)):
             return self._plainly(dtype, args, kwargs)
         compiled = len(self.backend.records)
         try:
-            # without the cast cache, which would sum a weight's gradients in low precision where
-            # eager code inside uses it several times
-            with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
+            with region:
                 return run(*args, **kwargs)
         except TorchRuntimeError as error:
             if len(self.backend.records) != compiled:
                 raise  # part of the model has run: it cannot be started again
-            return self._plainly(dtype, args, kwargs, error)
+            out = self._plainly(dtype, args, kwargs)
+            self.refused.add(dtype, self.model, (args, kwargs))
+            reason = str(error).strip().splitlines()[0]
+            warn_once(f"torch.autocast raises here, ampgraph mends it ({reason})")
+            return out
+
+    def region(self, args: Any, kwargs: Any) -> tuple[torch.autocast, torch.dtype]:
+        """The region of a call, and its dtype; with dtype="ambient" it is the caller's own.
+
+        It has no cast cache, which would sum a weight's gradients in low precision where eager
+        code inside uses it several times.
+        """
+        device_type = self._device_type(args, kwargs)
+        state = entry_state(self.options, ambient_autocast(), device_type)
+        dtype = state.enabled()[device_type]
+        return torch.autocast(device_type, dtype=dtype, cache_enabled=False), dtype
+
+    def hooks_region(self, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
+        """The region for the compiled module's own hooks, which run outside of its forward."""
+        if self.options.dtype == "ambient":
+            return contextlib.nullcontext()
+        return self.region(args, kwargs)[0]
 
     def _device_type(self, args: Any, kwargs: Any) -> str:
         if not torch.accelerator.is_available():
@@ -60,35 +79,76 @@ class Door:
         held = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         return device_type_of([*held, *pytree.tree_leaves((args, kwargs))])
 
-    def _plainly(
-        self, dtype: torch.dtype, args: Any, kwargs: Any, error: Exception | None = None
-    ) -> Any:
+    def _plainly(self, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
         """Capture without autocast what eager autocast itself refuses to run, and repair it.
 
         Dynamo runs each op under autocast while it captures, so a program whose dtypes autocast
         would mix up (scatter_add of a bf16 source into fp32) fails before this compiler sees it.
         """
-        run = self.plain.get(dtype) or torch.compile(
-            self.model,
-            backend=Backend(dataclasses.replace(self.options, dtype=dtype), self.backend.records),
-            **self.torch_kwargs,
-        )
+        if dtype not in self.plain:
+            options = dataclasses.replace(self.options, dtype=dtype)
+            backend = Backend(options, self.backend.records)
+            self.plain[dtype] = torch.compile(self.model, backend=backend, **self.torch_kwargs)
         with disable_autocast():
-            out = run(*args, **kwargs)
-        if error is not None:
-            self.plain[dtype] = run
-            reason = str(error).strip().splitlines()[0]
-            warn_once(f"torch.autocast raises here, ampgraph mends it ({reason})")
-        return out
+            return self.plain[dtype](*args, **kwargs)
+
+
+class Refused:
+    """The calls that eager autocast refuses to run, by what Dynamo would capture them for.
+
+    Other calls are captured under autocast all the same. Sizes and numbers tell calls apart, too,
+    until several that differ in nothing else were refused: each attempt is a capture.
+    """
+
+    ENOUGH = 4
+
+    def __init__(self) -> None:
+        self.seen: dict[Any, set[Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.seen)
+
+    def add(self, *call: Any) -> None:
+        """Remember a call: dtype, model, arguments."""
+        kind, values = _signature(*call)
+        self.seen.setdefault(kind, set()).add(values)
+
+    def knows(self, *call: Any) -> bool:
+        """Whether this call was refused, or enough others like it."""
+        kind, values = _signature(*call)
+        seen = self.seen.get(kind, ())
+        return values in seen or len(seen) >= self.ENOUGH
+
+
+def _signature(dtype: torch.dtype, model: Any, arguments: Any) -> tuple[Any, Any]:
+    """What a call is told by: what is the same for all sizes and numbers, and those."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    mode = (dtype, torch.is_grad_enabled(), getattr(model, "training", None))
+    return (*mode, str(structure), *map(_kind, leaves)), tuple(map(_value, leaves))
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.device, leaf.ndim
+    return leaf if isinstance(leaf, (bool, str)) else type(leaf)
+
+
+def _value(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape
+    return leaf if isinstance(leaf, Hashable) else None
 
 
 class AutocastModule(OptimizedModule):
-    """What torch.compile returns for a module, called inside the region."""
+    """What torch.compile returns for a module; its `forward` goes through the door."""
 
     _ampgraph_door: Door
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ampgraph_door.call(super().__call__, args, kwargs)
+        if not (self._forward_hooks or self._forward_pre_hooks):
+            return super().__call__(*args, **kwargs)
+        with self._ampgraph_door.hooks_region(args, kwargs):
+            return super().__call__(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as what it was made from; the copy compiles its own module."""
@@ -143,15 +203,22 @@ def compile(
 def _compile(model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> Any:
     door = Door(model, options, torch_kwargs)
     compiled = door.compiled
-    if isinstance(compiled, OptimizedModule):
-        compiled.__class__ = AutocastModule
-        # past OptimizedModule's own __setattr__, which would write it on the user's module
-        object.__setattr__(compiled, "_ampgraph_door", door)
-        return compiled
+    if not isinstance(compiled, OptimizedModule):
+        call = _through(door, compiled)
+        setattr(call, DOOR, door.backend)
+        return call
+    compiled.__class__ = AutocastModule
+    # past OptimizedModule's own __setattr__, which would write it on the user's module
+    object.__setattr__(compiled, "_ampgraph_door", door)
+    compiled.forward = _through(door, compiled.forward)
+    return compiled
 
-    @functools.wraps(compiled)
+
+def _through(door: Door, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as a function that is called through the door."""
+
+    @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return door.call(compiled, args, kwargs)
+        return door.call(run, args, kwargs)
 
-    setattr(call, DOOR, door.backend)
     return call
