@@ -8,22 +8,40 @@ the backend takes the precision from it.
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampgraph.backend import DOOR, Backend, device_type_of, entry_state, warn_once
+from ampgraph.backend import (
+    DOOR,
+    Backend,
+    Call,
+    Record,
+    calling,
+    device_type_of,
+    entry_state,
+    warn,
+    warn_once,
+)
 from ampgraph.errors import OptionError
 from ampgraph.internals import (
     OptimizedModule,
     TorchRuntimeError,
     ambient_autocast,
+    compile_keywords,
     disable_autocast,
+    inline_as,
+    supported,
 )
-from ampgraph.options import Options
+from ampgraph.options import Options, did_you_mean
+
+# Each policy for a class is one compilation of its forward, and so is each shape: beyond Dynamo's
+# own limit (8) it would fall back to eager autocast.
+RECOMPILE_LIMIT = 64
 
 
 class Door:
@@ -31,24 +49,37 @@ class Door:
 
     def __init__(self, model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> None:
         self.model, self.options, self.torch_kwargs = model, options, torch_kwargs
-        self.backend = Backend(dataclasses.replace(options, dtype="ambient"))
-        self.compiled = torch.compile(model, backend=self.backend, **torch_kwargs)
+        self.compiled = self._compiled("ambient")
         self.plain: dict[torch.dtype, Callable[..., Any]] = {}
         self.refused = Refused()
+        self.records: dict[Record, None] = {}
+        self.at_limit = False
 
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `run`, the compiled callable, inside its autocast region."""
+        call, around = Call(), calling.get()
+        outer = calling.set(call)
+        try:
+            return self._in_region(run, args, kwargs, call)
+        finally:
+            calling.reset(outer)
+            self.records |= call.records
+            if around is not None:
+                around.records |= call.records
+            if call.limit:
+                self._warn_of_limit(call.limit)
+
+    def _in_region(self, run: Callable[..., Any], args: Any, kwargs: Any, call: Call) -> Any:
         if self.options.dtype == "ambient":
             return run(*args, **kwargs)
         region, dtype = self.region(args, kwargs)
         if self.refused and self.refused.knows(dtype, self.model, (args, kwargs)):
             return self._plainly(dtype, args, kwargs)
-        compiled = len(self.backend.records)
         try:
             with region:
                 return run(*args, **kwargs)
         except TorchRuntimeError as error:
-            if len(self.backend.records) != compiled:
+            if call.records:
                 raise  # part of the model has run: it cannot be started again
             out = self._plainly(dtype, args, kwargs)
             self.refused.add(dtype, self.model, (args, kwargs))
@@ -62,10 +93,19 @@ class Door:
         It has no cast cache, which would sum a weight's gradients in low precision where eager
         code inside uses it several times.
         """
-        device_type = self._device_type(args, kwargs)
-        state = entry_state(self.options, ambient_autocast(), device_type)
-        dtype = state.enabled()[device_type]
+        device_type, dtype = self._entry(self._device_type(args, kwargs))
         return torch.autocast(device_type, dtype=dtype, cache_enabled=False), dtype
+
+    def entry_while_traced(self) -> tuple[str, torch.dtype]:
+        """The region's device and dtype, as far as they are known without the arguments."""
+        here = torch.accelerator.current_accelerator(check_available=True)
+        if here is None or isinstance(self.model, nn.Module):
+            return self._entry(self._device_type((), {}))
+        return self._entry(here.type)
+
+    def _entry(self, device_type: str) -> tuple[str, torch.dtype]:
+        state = entry_state(self.options, ambient_autocast(), device_type)
+        return device_type, state.enabled()[device_type]
 
     def hooks_region(self, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
         """The region for the compiled module's own hooks, which run outside of its forward."""
@@ -86,11 +126,23 @@ class Door:
         would mix up (scatter_add of a bf16 source into fp32) fails before this compiler sees it.
         """
         if dtype not in self.plain:
-            options = dataclasses.replace(self.options, dtype=dtype)
-            backend = Backend(options, self.backend.records)
-            self.plain[dtype] = torch.compile(self.model, backend=backend, **self.torch_kwargs)
+            self.plain[dtype] = self._compiled(dtype)
         with disable_autocast():
             return self.plain[dtype](*args, **kwargs)
+
+    def _compiled(self, dtype: torch.dtype | Literal["ambient"]) -> Any:
+        backend = Backend(dataclasses.replace(self.options, dtype=dtype))
+        limit = supported(recompile_limit=RECOMPILE_LIMIT)
+        return torch.compile(self.model, backend=backend, **{**limit, **self.torch_kwargs})
+
+    def _warn_of_limit(self, limit: str) -> None:
+        """Dynamo's own word is a line in a log; what is lost here is the policy."""
+        if not self.at_limit:
+            self.at_limit = True
+            warn(
+                f"Dynamo hit {limit} and runs a function uncompiled: in eager torch.autocast, "
+                "without this policy. Raise torch._dynamo.config." + limit
+            )
 
 
 class Refused:
@@ -145,6 +197,8 @@ class AutocastModule(OptimizedModule):
     _ampgraph_door: Door
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # as torch.compile's own: the model, without hooks
+            return self.forward(*args, **kwargs)
         if not (self._forward_hooks or self._forward_pre_hooks):
             return super().__call__(*args, **kwargs)
         with self._ampgraph_door.hooks_region(args, kwargs):
@@ -194,10 +248,29 @@ def compile(
             f"given twice, as a keyword and among the options: {', '.join(sorted(twice))}",
             cure="options= is for Inductor's own options here",
         )
+    _check_keywords(model, torch_compile_kwargs)
     parsed = Options.parse({**asked, **(options or {})})
     if model is None:
         return functools.partial(_compile, options=parsed, torch_kwargs=torch_compile_kwargs)
     return _compile(model, parsed, torch_compile_kwargs)
+
+
+def _check_keywords(model: Any, torch_kwargs: Mapping[str, Any]) -> None:
+    if "backend" in torch_kwargs:
+        raise OptionError(
+            "backend= is ampgraph itself here",
+            cure="name the backend for the rewritten graph with inner=",
+        )
+    known = inspect.signature(compile).parameters.keys() - {"model", "torch_compile_kwargs"}
+    valid = sorted(known | compile_keywords())
+    unknown = [name for name in torch_kwargs if name not in valid]
+    if unknown:
+        raise OptionError(
+            f"unknown: {', '.join(map(repr, unknown))}; valid are {', '.join(valid)}",
+            cure=did_you_mean(unknown[0], valid),
+        )
+    if model is not None and not callable(model):
+        raise OptionError(f"a {type(model).__name__} is neither a module nor a function")
 
 
 def _compile(model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> Any:
@@ -205,11 +278,11 @@ def _compile(model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> A
     compiled = door.compiled
     if not isinstance(compiled, OptimizedModule):
         call = _through(door, compiled)
-        setattr(call, DOOR, door.backend)
+        setattr(call, DOOR, door)
         return call
     compiled.__class__ = AutocastModule
     # past OptimizedModule's own __setattr__, which would write it on the user's module
-    object.__setattr__(compiled, "_ampgraph_door", door)
+    object.__setattr__(compiled, DOOR, door)
     compiled.forward = _through(door, compiled.forward)
     return compiled
 
@@ -221,4 +294,23 @@ def _through(door: Door, run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return door.call(run, args, kwargs)
 
+    inline_as(call, _inlined(door))
     return call
+
+
+def _inlined(door: Door) -> Callable[..., Any]:
+    """What an outer function's compilation sees of a call: the region and the model in it."""
+    model = door.model
+    if door.options.dtype == "ambient":
+        return model  # type: ignore[no-any-return]
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def entered() -> tuple[str, torch.dtype]:
+        return door.entry_while_traced()
+
+    def inlined(*args: Any, **kwargs: Any) -> Any:
+        device_type, dtype = entered()
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
+            return model(*args, **kwargs)
+
+    return inlined

@@ -123,9 +123,14 @@ def _check_inductor(rest: Mapping[str, Any], inner: Any, ours: list[str]) -> Non
     unknown = [k for k in rest if k.replace("-", "_") not in valid]
     if not unknown:
         return
-    near = difflib.get_close_matches(unknown[0], [*ours, *valid], n=3)
     also = " and Inductor's (torch._inductor.list_options())" if inner == "inductor" else ""
     raise OptionError(
         f"unknown: {', '.join(map(repr, unknown))}; valid are {', '.join(ours)}{also}",
-        cure=f"did you mean {', '.join(near)}?" if near else "leave it out",
+        cure=did_you_mean(unknown[0], [*ours, *valid]),
     )
+
+
+def did_you_mean(written: str, valid: list[str]) -> str:
+    """The cure for an unknown name."""
+    near = difflib.get_close_matches(written, valid, n=3)
+    return f"did you mean {', '.join(near)}?" if near else "leave it out"

@@ -1,6 +1,7 @@
 """What ampgraph.compile returns: every way to call it, and the region around each call."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 
 import ampgraph
 from ampgraph.compiler import Refused
-from support import assert_same, autocast, gradients
+from ampgraph.errors import AmpgraphWarning, OptionError
+from support import BF16, FP32, Net, assert_same, autocast, counted, gradients, op_rows
 
 
 class Disabled(nn.Module):
@@ -105,3 +107,101 @@ def test_calls_of_many_sizes_are_not_tried_for_ever(monkeypatch: pytest.MonkeyPa
     for size in range(2, 12):
         compiled(torch.randn(size, 8), True, rows=size)
     assert len(refused) == Refused.ENOUGH
+
+
+# --- what Dynamo shares between callables, and where it gives up ---
+
+
+def test_equal_blocks_share_a_graph_and_each_reports_it() -> None:
+    policy = ampgraph.Policy.autocast("cpu").deny("aten::relu")
+    x = torch.randn(5, 4)
+    with counted() as found:
+        blocks = [ampgraph.compile(Net().eval(), policy=policy, inner="eager") for _ in range(12)]
+        for block in blocks:
+            block(x)
+    assert found["graphs"] == 1
+    for block in blocks:
+        assert len(ampgraph.reports(block)) == 1
+    assert ampgraph.reports(ampgraph.compile(Net(), policy=policy, inner="eager")) == []
+
+
+def test_ten_policies_on_one_class() -> None:
+    plain = ampgraph.Policy.autocast("cpu")
+    policies = [plain.deny(op) for op in ("aten::relu", "aten::gelu")]
+    policies += [plain.deny("aten::relu", f"aten::{op}") for op in ("exp", "sin", "cos", "tan")]
+    policies += [plain.deny("aten::relu", f"aten::{op}") for op in ("add", "mul", "sub", "div")]
+    model, x = Net().eval(), torch.randn(5, 4)
+    for policy in policies:
+        compiled = ampgraph.compile(model, policy=policy, inner="eager")
+        compiled(x)
+        (dtype,) = [row.dtype for row in op_rows(compiled) if row.op == "aten.relu"]
+        assert dtype == (BF16 if policy == policies[1] else FP32), policy.ops
+
+
+def test_dynamos_limit_is_never_silent() -> None:
+    model, x = Net().eval(), torch.randn(5, 4)
+    plain = ampgraph.Policy.autocast("cpu")
+    for i, op in enumerate(("exp", "sin", "cos", "tan")):
+        policy = plain.deny(f"aten::{op}")
+        compiled = ampgraph.compile(model, policy=policy, inner="eager", recompile_limit=3)
+        if i < 3:
+            compiled(x)
+            continue
+        with pytest.warns(AmpgraphWarning, match="recompile_limit") as told:
+            compiled(x)
+        assert told[0].filename == __file__
+        compiled(x.double().float())
+
+
+def test_a_library_that_registers_an_op_is_heard() -> None:
+    """Equal options share graphs, but not across a change of the rules."""
+    x = torch.randn(5, 4)
+    first = ampgraph.compile(Net().eval(), inner="eager")
+    first(x)
+    torch.library.define("ampgraph_doors::one", "(Tensor x) -> Tensor")
+    ampgraph.register_op("ampgraph_doors::one", "allow")
+    with counted() as found:
+        ampgraph.compile(Net().eval(), inner="eager")(x)
+    assert found["graphs"] == 1
+
+
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_inside_a_function_that_is_compiled_too(kind: str) -> None:
+    model, x = Net().eval(), torch.randn(5, 4)
+    with autocast():
+        want = model(x) * 2
+    subject = model if kind == "module" else lambda x: model(x)
+    compiled = ampgraph.compile(subject, inner="eager")
+    for outer in (
+        torch.compile(lambda x: compiled(x) * 2, backend="eager"),
+        ampgraph.compile(lambda x: compiled(x) * 2, inner="eager"),
+    ):
+        assert_same(outer(x), want)
+        torch._dynamo.reset()
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"polcy": None}, "did you mean policy"),
+        ({"fullgrph": True}, "did you mean fullgraph"),
+        ({"backend": "eager"}, "inner="),
+        ({"model": 3}, "neither a module nor a function"),
+    ],
+)
+def test_wrong_keywords_are_told(keywords: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        ampgraph.compile(**{"model": Net(), **keywords})
+
+
+def test_a_pattern_that_matches_nothing_is_told_for_each_model() -> None:
+    policy = ampgraph.Policy.autocast("cpu").module("nrm", dtype=FP32)
+    for model, x in ((Net().eval(), torch.randn(5, 4)), (nn.Linear(8, 8), torch.randn(2, 8))):
+        with pytest.warns(AmpgraphWarning, match="matched no module") as told:
+            ampgraph.compile(model, policy=policy, inner="eager")(x)
+        (one,) = [w for w in told if "matched no module" in str(w.message)]
+        assert ("did you mean norm" in str(one.message)) == isinstance(model, Net)
+        assert one.filename == __file__
