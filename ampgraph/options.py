@@ -63,12 +63,15 @@ class Options:
         known = [f.name for f in dataclasses.fields(cls) if f.name != "inductor"]
         ours = {k: given.pop(k) for k in known if k in given}
         inner = _inner(ours.get("inner", "inductor"))
+        mode = _one_of("mode", ours.get("mode"), MODES)
+        if mode not in (None, "default") and inner != "inductor":
+            raise OptionError(f"mode={mode!r} is Inductor's, and inner is {inner!r}")
         _check_inductor(given, inner, known)
         return cls(
             dtype=_dtype(ours.get("dtype")),
             policy=_policy(ours.get("policy")),
             inner=inner,
-            mode=_one_of("mode", ours.get("mode"), MODES),
+            mode=mode,
             outputs=_one_of("outputs", ours.get("outputs"), (None, "autocast", "original")),
             strict=_one_of("strict", ours.get("strict", False), (True, False)),
             inductor=given,
