@@ -55,19 +55,21 @@ class Door:
         self.records: dict[Record, None] = {}
         self.at_limit = False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `run`, the compiled callable, inside its autocast region."""
         call, around = Call(), calling.get()
         outer = calling.set(call)
         try:
-            return self._in_region(run, args, kwargs, call)
+            out = self._in_region(run, args, kwargs, call)
         finally:
             calling.reset(outer)
             self.records |= call.records
             if around is not None:
                 around.records |= call.records
-            if call.limit:
-                self._warn_of_limit(call.limit)
+        if call.limit or (self.options.policy is not None and not call.records):
+            self._warn_of_loss(call.limit)
+        return out
 
     def _in_region(self, run: Callable[..., Any], args: Any, kwargs: Any, call: Call) -> Any:
         if self.options.dtype == "ambient":
@@ -135,14 +137,17 @@ class Door:
         limit = supported(recompile_limit=RECOMPILE_LIMIT)
         return torch.compile(self.model, backend=backend, **{**limit, **self.torch_kwargs})
 
-    def _warn_of_limit(self, limit: str) -> None:
-        """Dynamo's own word is a line in a log; what is lost here is the policy."""
-        if not self.at_limit:
-            self.at_limit = True
-            warn(
-                f"Dynamo hit {limit} and runs a function uncompiled: in eager torch.autocast, "
-                "without this policy. Raise torch._dynamo.config." + limit
-            )
+    def _warn_of_loss(self, limit: str) -> None:
+        """Dynamo only logs its limit, and only for the first callable that hits it."""
+        if self.at_limit:
+            return
+        self.at_limit = True
+        hit = f"Dynamo hit {limit}" if limit else "nothing of this call was compiled"
+        warn(
+            f"{hit}: a function ran in eager torch.autocast, without this policy. Raise "
+            f"torch._dynamo.config.{limit or 'recompile_limit'}; where Dynamo skips code for "
+            "another reason, ampgraph.explain tells it"
+        )
 
 
 class Refused:
@@ -294,7 +299,9 @@ def _through(door: Door, run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return door.call(run, args, kwargs)
 
-    inline_as(call, _inlined(door))
+    # Inlined into an outer compilation the model would fall under that one's rules: a policy of its
+    # own ends the outer graph instead.
+    inline_as(call, _inlined(door) if door.options.policy is None else None)
     return call
 
 

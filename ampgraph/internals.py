@@ -424,9 +424,11 @@ def compile_keywords() -> set[str]:
     return {*inspect.signature(torch.compile).parameters} - {"model", "backend", "mode", "options"}
 
 
-def inline_as(wrapper: Callable[..., Any], function: Callable[..., Any]) -> None:
-    """Have Dynamo trace `function` where a function that it compiles calls `wrapper`."""
-    wrapper._torchdynamo_inline = function  # type: ignore[attr-defined]
+def inline_as(wrapper: Callable[..., Any], function: Callable[..., Any] | None) -> None:
+    """Have Dynamo trace `function` where code that it compiles calls `wrapper`; None: `wrapper`."""
+    vars(wrapper).pop("_torchdynamo_inline", None)  # of the compiled callable that it wraps
+    if function is not None:
+        wrapper._torchdynamo_inline = function  # type: ignore[attr-defined]
 
 
 def dynamo_code_name() -> str:
