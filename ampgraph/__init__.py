@@ -2,6 +2,7 @@
 
 from ampgraph.compiler import compile
 from ampgraph.decision import Decision
+from ampgraph.errors import AmpgraphWarning
 from ampgraph.explain import explain, reports
 from ampgraph.offline import rewrite
 from ampgraph.policy import Policy, register_op
@@ -9,6 +10,7 @@ from ampgraph.report import Report
 from ampgraph.scaler import GradScaler
 
 __all__ = [
+    "AmpgraphWarning",
     "Decision",
     "GradScaler",
     "Policy",

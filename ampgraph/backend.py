@@ -4,15 +4,23 @@
 `ampgraph.compile` through a `Backend` of its own.
 """
 
+import contextlib
+import difflib
+import functools
 import logging
+import os
+import sys
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ampgraph import passes
 from ampgraph.errors import AmpgraphWarning
 from ampgraph.internals import (
     ambient_autocast,
@@ -23,10 +31,13 @@ from ampgraph.internals import (
     dynamo_code_name,
     dynamo_frame_id,
     graph_break_of,
+    hide_fake_errors,
     inductor,
     lookup_backend,
+    on_recompile_limit,
     set_grad_enabled,
 )
+from ampgraph.oplists import registered
 from ampgraph.options import Options
 from ampgraph.passes.check_strict import check_strict
 from ampgraph.pipeline import Rewritten, rewrite_graph
@@ -38,10 +49,18 @@ from ampgraph.verify import graphs
 
 log = logging.getLogger(__name__)
 _RECORDS = "_ampgraph_records"
-DOOR = "_ampgraph_backend"  # on the function that ampgraph.compile returns: its Backend
+DOOR = "_ampgraph_door"  # on what ampgraph.compile returns: its Door
 
 
-@dataclass(frozen=True)
+# Where no line of a user's is: ourselves, torch, the code that both generate, and their decorators.
+_OURS = (
+    *(os.path.dirname(str(file)) + os.sep for file in (__file__, passes.__file__, torch.__file__)),
+    *(str(module.__file__) for module in (contextlib, functools)),
+    "<",
+)
+
+
+@dataclass(frozen=True, eq=False)
 class Record:
     """One graph that was compiled: Dynamo's id of it, the rewrite, and what ended the capture.
 
@@ -54,18 +73,77 @@ class Record:
 
 
 @dataclass(eq=False)
+class Call:
+    """A call of a compiled callable that is going on: the graphs it ran, and whether Dynamo gave up
+    compiling for it.
+
+    Dynamo shares graphs between callables, so each graph notes itself where it runs.
+    """
+
+    records: dict[Record, None] = field(default_factory=dict[Record, None])
+    limit: str = ""
+
+
+calling: ContextVar[Call | None] = ContextVar("ampgraph_calling", default=None)
+
+
+@dataclass(frozen=True)
 class Backend:
-    """A backend with its options; `records` has one entry for each graph it compiled."""
+    """A backend with its options.
+
+    Dynamo reuses a graph where the backends are equal: those with equal options are, as long as no
+    library has registered an op in between.
+    """
 
     options: Options
-    records: list[Record] = field(default_factory=list[Record])
+    registered: int = field(default_factory=registered.version)
 
     __name__ = "ampgraph"  # what Dynamo calls it in its messages
 
+    __hash__ = None  # type: ignore[assignment]  # Inductor's options are a dict
+
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Any:
-        result = rewrite_captured(gm, inputs, self.options)
-        self.records.append(Record(dynamo_frame_id(), result, graph_break_of(gm)))
-        return compile_inner(result.after, inputs, self.options)
+        compiled, record = compile_captured(gm, inputs, self.options)
+        return noting(compiled, record)
+
+
+def compile_captured(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options
+) -> tuple[Callable[..., Any], Record]:
+    """Rewrite a captured graph and compile it."""
+    result = rewrite_captured(gm, inputs, options)
+    record = Record(dynamo_frame_id(), result, graph_break_of(gm))
+    note(record)  # also where the inner backend fails
+    return compile_inner(result.after, inputs, options), record
+
+
+def note(record: Record) -> None:
+    """Tell the call that is going on of a graph."""
+    call = calling.get()
+    if call is not None:
+        call.records[record] = None
+
+
+def _note_limit(limit: str) -> None:
+    call = calling.get()
+    if call is not None:
+        call.limit = limit
+
+
+on_recompile_limit(_note_limit)
+# Under our doors an op that fails in the capture may be mended; if not, its error is raised.
+hide_fake_errors(lambda: calling.get() is not None)
+
+
+def noting(function: Callable[..., Any], record: Record) -> Callable[..., Any]:
+    """A compiled graph that notes itself when it runs."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        note(record)
+        return function(*args)
+
+    return run
 
 
 def ampgraph(
@@ -86,20 +164,29 @@ def ampgraph(
     Raises:
         OptionError: an unknown key or value. RewriteError: a node that cannot be rewritten.
     """
-    backend = Backend(Options.parse({**({"mode": mode} if mode else {}), **(options or {})}))
-    compiled = backend(gm, example_inputs)
+    compiled, record = compile_captured(gm, example_inputs, _parsed(options, mode))
     wrapper = compile_wrapper_in_caller()
     if wrapper is not None:  # one object for each torch.compile: it keeps what was compiled for it
-        wrapper.__dict__.setdefault(_RECORDS, []).extend(backend.records)
+        wrapper.__dict__.setdefault(_RECORDS, []).append(record)
     return compiled
+
+
+def _parsed(options: Mapping[str, Any] | None, mode: str | None) -> Options:
+    return Options.parse({**({"mode": mode} if mode else {}), **(options or {})})
+
+
+def options_of(compiled: object) -> Options | None:
+    """The options of a torch.compile(backend="ampgraph"); None for anything else."""
+    context = compile_context_of(compiled)
+    if getattr(context, "compiler_fn", None) is not ampgraph:
+        return None
+    return _parsed(**{"options": None, "mode": None, **getattr(context, "kwargs", {})})
 
 
 def records_of(compiled: object) -> list[Record]:
     """What was compiled so far behind a callable that torch.compile or ampgraph.compile made."""
-    wrapper = getattr(compiled, DOOR, None) or compile_context_of(compiled)
-    inner = getattr(wrapper, "compiler_fn", wrapper)
-    found = inner.records if isinstance(inner, Backend) else getattr(wrapper, _RECORDS, ())
-    return list(found)
+    door = getattr(compiled, DOOR, None)
+    return list(door.records if door else getattr(compile_context_of(compiled), _RECORDS, ()))
 
 
 def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Rewritten:
@@ -189,12 +276,16 @@ def warn_if_unmatched(gm: fx.GraphModule, policy: Policy, place: Place) -> None:
     if not policy.modules or part or graph_break_of(gm) is not None:
         return
     stacks = [place.stack(node) for g in graphs(gm) for node in g.graph.nodes]
-    called = [entry for stack in stacks for entry in stack]
+    called = {entry for stack in stacks for entry in stack}
     for rule in policy.modules:
         if not any(rule.matches(path, kind) for path, kind in called):
+            names = sorted({path for path, _ in called if path})
+            near = difflib.get_close_matches(rule.match, names, n=3, cutoff=0.4)
             warn_once(
                 f"the policy's module pattern {rule.match!r} matched no module in the graph: "
                 "patterns are globs over the paths of named_modules(), or module classes"
+                + (f"; did you mean {', '.join(near)}?" if near else ""),
+                key=(rule.match, *names, dynamo_frame_id().partition("/")[0]),
             )
 
 
@@ -209,14 +300,29 @@ def warn_if_uneven(policy: Policy) -> None:
         )
 
 
-_warned: set[str] = set()
+_warned: set[object] = set()
 
 
-def warn_once(message: str) -> None:
+def warn_once(message: str, key: object = None) -> None:
     """Warn about each thing once a process."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, AmpgraphWarning, stacklevel=2)
+    key = key or message
+    if key not in _warned:
+        _warned.add(key)
+        warn(message)
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line that led here: the first outside of ampgraph and torch."""
+    warnings.warn(message, AmpgraphWarning, stacklevel=_frames_of_ours())
+
+
+def _frames_of_ours() -> int:
+    """The stacklevel, in `warn`, of the user's line."""
+    frame: types.FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def warn_if_slow(state: AutocastState) -> None:

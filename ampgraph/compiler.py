@@ -5,24 +5,43 @@ float32 and `custom_fwd` saw no autocast. So the region is entered around the co
 the backend takes the precision from it.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampgraph.backend import DOOR, Backend, device_type_of, entry_state, warn_once
+from ampgraph.backend import (
+    DOOR,
+    Backend,
+    Call,
+    Record,
+    calling,
+    device_type_of,
+    entry_state,
+    warn,
+    warn_once,
+)
 from ampgraph.errors import OptionError
 from ampgraph.internals import (
     OptimizedModule,
     TorchRuntimeError,
     ambient_autocast,
+    compile_keywords,
     disable_autocast,
+    inline_as,
+    supported,
 )
-from ampgraph.options import Options
+from ampgraph.options import Options, did_you_mean
+
+# Each policy for a class is one compilation of its forward, and so is each shape: beyond Dynamo's
+# own limit (8) it would fall back to eager autocast.
+RECOMPILE_LIMIT = 64
 
 
 class Door:
@@ -30,27 +49,71 @@ class Door:
 
     def __init__(self, model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> None:
         self.model, self.options, self.torch_kwargs = model, options, torch_kwargs
-        self.backend = Backend(dataclasses.replace(options, dtype="ambient"))
-        self.compiled = torch.compile(model, backend=self.backend, **torch_kwargs)
+        self.compiled = self._compiled("ambient")
         self.plain: dict[torch.dtype, Callable[..., Any]] = {}
+        self.refused = Refused()
+        self.records: dict[Record, None] = {}
+        self.at_limit = False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `run`, the compiled callable, inside its autocast region."""
+        call, around = Call(), calling.get()
+        outer = calling.set(call)
+        try:
+            out = self._in_region(run, args, kwargs, call)
+        finally:
+            calling.reset(outer)
+            self.records |= call.records
+            if around is not None:
+                around.records |= call.records
+        if call.limit or (self.options.policy is not None and not call.records):
+            self._warn_of_loss(call.limit)
+        return out
+
+    def _in_region(self, run: Callable[..., Any], args: Any, kwargs: Any, call: Call) -> Any:
         if self.options.dtype == "ambient":
             return run(*args, **kwargs)
-        device_type = self._device_type(args, kwargs)
-        state = entry_state(self.options, ambient_autocast(), device_type)
-        dtype = state.enabled()[device_type]
-        if dtype in self.plain:
+        region, dtype = self.region(args, kwargs)
+        if self.refused and self.refused.knows(dtype, self.model, (args, kwargs)):
             return self._plainly(dtype, args, kwargs)
-        compiled = len(self.backend.records)
         try:
-            with torch.autocast(device_type, dtype=dtype):
+            with region:
                 return run(*args, **kwargs)
         except TorchRuntimeError as error:
-            if len(self.backend.records) != compiled:
+            if call.records:
                 raise  # part of the model has run: it cannot be started again
-            return self._plainly(dtype, args, kwargs, error)
+            out = self._plainly(dtype, args, kwargs)
+            self.refused.add(dtype, self.model, (args, kwargs))
+            reason = str(error).strip().splitlines()[0]
+            warn_once(f"torch.autocast raises here, ampgraph mends it ({reason})")
+            return out
+
+    def region(self, args: Any, kwargs: Any) -> tuple[torch.autocast, torch.dtype]:
+        """The region of a call, and its dtype; with dtype="ambient" it is the caller's own.
+
+        It has no cast cache, which would sum a weight's gradients in low precision where eager
+        code inside uses it several times.
+        """
+        device_type, dtype = self._entry(self._device_type(args, kwargs))
+        return torch.autocast(device_type, dtype=dtype, cache_enabled=False), dtype
+
+    def entry_while_traced(self) -> tuple[str, torch.dtype]:
+        """The region's device and dtype, as far as they are known without the arguments."""
+        here = torch.accelerator.current_accelerator(check_available=True)
+        if here is None or isinstance(self.model, nn.Module):
+            return self._entry(self._device_type((), {}))
+        return self._entry(here.type)
+
+    def _entry(self, device_type: str) -> tuple[str, torch.dtype]:
+        state = entry_state(self.options, ambient_autocast(), device_type)
+        return device_type, state.enabled()[device_type]
+
+    def hooks_region(self, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
+        """The region for the compiled module's own hooks, which run outside of its forward."""
+        if self.options.dtype == "ambient":
+            return contextlib.nullcontext()
+        return self.region(args, kwargs)[0]
 
     def _device_type(self, args: Any, kwargs: Any) -> str:
         if not torch.accelerator.is_available():
@@ -58,35 +121,93 @@ class Door:
         held = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         return device_type_of([*held, *pytree.tree_leaves((args, kwargs))])
 
-    def _plainly(
-        self, dtype: torch.dtype, args: Any, kwargs: Any, error: Exception | None = None
-    ) -> Any:
+    def _plainly(self, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
         """Capture without autocast what eager autocast itself refuses to run, and repair it.
 
         Dynamo runs each op under autocast while it captures, so a program whose dtypes autocast
         would mix up (scatter_add of a bf16 source into fp32) fails before this compiler sees it.
         """
-        run = self.plain.get(dtype) or torch.compile(
-            self.model,
-            backend=Backend(dataclasses.replace(self.options, dtype=dtype), self.backend.records),
-            **self.torch_kwargs,
-        )
+        if dtype not in self.plain:
+            self.plain[dtype] = self._compiled(dtype)
         with disable_autocast():
-            out = run(*args, **kwargs)
-        if error is not None:
-            self.plain[dtype] = run
-            reason = str(error).strip().splitlines()[0]
-            warn_once(f"torch.autocast raises here, ampgraph mends it ({reason})")
-        return out
+            return self.plain[dtype](*args, **kwargs)
+
+    def _compiled(self, dtype: torch.dtype | Literal["ambient"]) -> Any:
+        backend = Backend(dataclasses.replace(self.options, dtype=dtype))
+        limit = supported(recompile_limit=RECOMPILE_LIMIT)
+        return torch.compile(self.model, backend=backend, **{**limit, **self.torch_kwargs})
+
+    def _warn_of_loss(self, limit: str) -> None:
+        """Dynamo only logs its limit, and only for the first callable that hits it."""
+        if self.at_limit:
+            return
+        self.at_limit = True
+        hit = f"Dynamo hit {limit}" if limit else "nothing of this call was compiled"
+        warn(
+            f"{hit}: a function ran in eager torch.autocast, without this policy. Raise "
+            f"torch._dynamo.config.{limit or 'recompile_limit'}; where Dynamo skips code for "
+            "another reason, ampgraph.explain tells it"
+        )
+
+
+class Refused:
+    """The calls that eager autocast refuses to run, by what Dynamo would capture them for.
+
+    Other calls are captured under autocast all the same. Sizes and numbers tell calls apart, too,
+    until several that differ in nothing else were refused: each attempt is a capture.
+    """
+
+    ENOUGH = 4
+
+    def __init__(self) -> None:
+        self.seen: dict[Any, set[Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.seen)
+
+    def add(self, *call: Any) -> None:
+        """Remember a call: dtype, model, arguments."""
+        kind, values = _signature(*call)
+        self.seen.setdefault(kind, set()).add(values)
+
+    def knows(self, *call: Any) -> bool:
+        """Whether this call was refused, or enough others like it."""
+        kind, values = _signature(*call)
+        seen = self.seen.get(kind, ())
+        return values in seen or len(seen) >= self.ENOUGH
+
+
+def _signature(dtype: torch.dtype, model: Any, arguments: Any) -> tuple[Any, Any]:
+    """What a call is told by: what is the same for all sizes and numbers, and those."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    mode = (dtype, torch.is_grad_enabled(), getattr(model, "training", None))
+    return (*mode, str(structure), *map(_kind, leaves)), tuple(map(_value, leaves))
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.device, leaf.ndim
+    return leaf if isinstance(leaf, (bool, str)) else type(leaf)
+
+
+def _value(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape
+    return leaf if isinstance(leaf, Hashable) else None
 
 
 class AutocastModule(OptimizedModule):
-    """What torch.compile returns for a module, called inside the region."""
+    """What torch.compile returns for a module; its `forward` goes through the door."""
 
     _ampgraph_door: Door
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ampgraph_door.call(super().__call__, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():  # as torch.compile's own: the model, without hooks
+            return self.forward(*args, **kwargs)
+        if not (self._forward_hooks or self._forward_pre_hooks):
+            return super().__call__(*args, **kwargs)
+        with self._ampgraph_door.hooks_region(args, kwargs):
+            return super().__call__(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as what it was made from; the copy compiles its own module."""
@@ -132,24 +253,71 @@ def compile(
             f"given twice, as a keyword and among the options: {', '.join(sorted(twice))}",
             cure="options= is for Inductor's own options here",
         )
+    _check_keywords(model, torch_compile_kwargs)
     parsed = Options.parse({**asked, **(options or {})})
     if model is None:
         return functools.partial(_compile, options=parsed, torch_kwargs=torch_compile_kwargs)
     return _compile(model, parsed, torch_compile_kwargs)
 
 
+def _check_keywords(model: Any, torch_kwargs: Mapping[str, Any]) -> None:
+    if "backend" in torch_kwargs:
+        raise OptionError(
+            "backend= is ampgraph itself here",
+            cure="name the backend for the rewritten graph with inner=",
+        )
+    known = inspect.signature(compile).parameters.keys() - {"model", "torch_compile_kwargs"}
+    valid = sorted(known | compile_keywords())
+    unknown = [name for name in torch_kwargs if name not in valid]
+    if unknown:
+        raise OptionError(
+            f"unknown: {', '.join(map(repr, unknown))}; valid are {', '.join(valid)}",
+            cure=did_you_mean(unknown[0], valid),
+        )
+    if model is not None and not callable(model):
+        raise OptionError(f"a {type(model).__name__} is neither a module nor a function")
+
+
 def _compile(model: Any, options: Options, torch_kwargs: Mapping[str, Any]) -> Any:
     door = Door(model, options, torch_kwargs)
     compiled = door.compiled
-    if isinstance(compiled, OptimizedModule):
-        compiled.__class__ = AutocastModule
-        # past OptimizedModule's own __setattr__, which would write it on the user's module
-        object.__setattr__(compiled, "_ampgraph_door", door)
-        return compiled
+    if not isinstance(compiled, OptimizedModule):
+        call = _through(door, compiled)
+        setattr(call, DOOR, door)
+        return call
+    compiled.__class__ = AutocastModule
+    # past OptimizedModule's own __setattr__, which would write it on the user's module
+    object.__setattr__(compiled, DOOR, door)
+    compiled.forward = _through(door, compiled.forward)
+    return compiled
 
-    @functools.wraps(compiled)
+
+def _through(door: Door, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as a function that is called through the door."""
+
+    @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return door.call(compiled, args, kwargs)
+        return door.call(run, args, kwargs)
 
-    setattr(call, DOOR, door.backend)
+    # Inlined into an outer compilation the model would fall under that one's rules: a policy of its
+    # own ends the outer graph instead.
+    inline_as(call, _inlined(door) if door.options.policy is None else None)
     return call
+
+
+def _inlined(door: Door) -> Callable[..., Any]:
+    """What an outer function's compilation sees of a call: the region and the model in it."""
+    model = door.model
+    if door.options.dtype == "ambient":
+        return model  # type: ignore[no-any-return]
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def entered() -> tuple[str, torch.dtype]:
+        return door.entry_while_traced()
+
+    def inlined(*args: Any, **kwargs: Any) -> Any:
+        device_type, dtype = entered()
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
+            return model(*args, **kwargs)
+
+    return inlined

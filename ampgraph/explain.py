@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampgraph.backend import Backend, Record, records_of
+from ampgraph.backend import DOOR, Backend, Call, Record, calling, options_of, records_of
 from ampgraph.compiler import Door
 from ampgraph.errors import OptionError
 from ampgraph.internals import (
@@ -21,6 +21,7 @@ from ampgraph.internals import (
     compilations,
     generous_recompile_limit,
     original_module,
+    supported,
 )
 from ampgraph.options import Options
 from ampgraph.report import GraphBreak, Report, SkippedFrame
@@ -36,7 +37,7 @@ def explain(
     policy: Any = None,
     dtype: Any = None,
     backward: bool = False,
-    door: WhichDoor = "compile",
+    door: WhichDoor | None = None,
 ) -> Report:
     """Capture `model(*args, **kwargs)` and report what each op would compute in and why.
 
@@ -45,25 +46,37 @@ def explain(
 
     Args:
         model: a module or function, compiled or not.
-        policy, dtype: as for `ampgraph.compile`.
+        policy, dtype: as for `ampgraph.compile`; of a compiled model its own by default.
         backward: run the backward too and count its ops by dtype (`report.backward`).
         door: "compile" as under `ampgraph.compile`, "backend" as under
-            `torch.compile(backend="ampgraph")`, which captures with autocast off.
+            `torch.compile(backend="ampgraph")`, which captures with autocast off. By default the
+            door a compiled model was made with, else "compile".
 
     Raises:
         OptionError, PolicyError: bad arguments. RewriteError: a node that cannot be rewritten.
     """
     _check_arguments(args, kwargs)
+    if door not in (None, "compile", "backend"):
+        raise OptionError(f"door={door!r} is not 'compile' or 'backend'")
+    own_door, own = _made_with(model)
     model = _original(model)
     counted: list[torch.dtype] = []
     inner: Any = aot_backend(_count_dtypes(counted)) if backward else "eager"
     given: Any = pytree.tree_map_only(Tensor, _cut, (tuple(args), dict(kwargs or {})))
     args, kwargs = given[0], dict[str, Any](given[1])
-    with _untouched(model, args, kwargs), generous_recompile_limit(), compilations() as frames:
-        run, records = _captured_by(door, model, policy, dtype, inner)
+    call = Call()
+    with (
+        _untouched(model, args, kwargs),
+        generous_recompile_limit(),
+        _noted(call),
+        compilations() as frames,
+    ):
+        options = _asked(own, policy, dtype, inner)
+        run = _captured_by(door or own_door, model, options)
         out = run(*args, **kwargs)
         if backward:
             _backward(out)
+    records = list(call.records)
     return Report(
         graphs=tuple(record.rewritten for record in records),
         graph_breaks=_breaks(records),
@@ -87,15 +100,43 @@ def reports(compiled: Any) -> list[Report]:
     ]
 
 
-def _captured_by(
-    door: WhichDoor, model: Any, policy: Any, dtype: Any, inner: Any
-) -> tuple[Callable[..., Any], list[Record]]:
-    options = Options.parse({"policy": policy, "dtype": dtype, "inner": inner})
+def _made_with(model: Any) -> tuple[WhichDoor, Options]:
+    """The door and the options behind a compiled model."""
+    entry = getattr(model, DOOR, None)
+    if entry is not None:
+        return "compile", entry.options
+    named = options_of(model)
+    return ("compile", Options()) if named is None else ("backend", named)
+
+
+def _asked(own: Options, policy: Any, dtype: Any, inner: Any) -> Options:
+    """The model's own options, where nothing else was given; those of the inner backend go."""
+    given = Options.parse({"policy": policy, "dtype": dtype})
+    return Options(
+        policy=given.policy or own.policy,
+        dtype=given.dtype or own.dtype,
+        outputs=own.outputs,
+        inner=inner,
+    )
+
+
+def _captured_by(door: WhichDoor, model: Any, options: Options) -> Callable[..., Any]:
+    """The model behind a door of its own, with a cache of its own: no trace is left in Dynamo's."""
+    alone = supported(isolate_recompiles=True)
     if door == "backend":
-        backend = Backend(options)
-        return torch.compile(model, backend=backend), backend.records
-    entry = Door(model, dataclasses.replace(options, outputs="autocast"), {})
-    return lambda *a, **k: entry.call(entry.compiled, a, k), entry.backend.records
+        return torch.compile(model, backend=Backend(options), **alone)
+    outputs = options.outputs or "autocast"
+    entry = Door(model, dataclasses.replace(options, outputs=outputs), alone)
+    return lambda *a, **k: entry.call(entry.compiled, a, k)
+
+
+@contextlib.contextmanager
+def _noted(call: Call) -> Generator[None]:
+    outer = calling.set(call)
+    try:
+        yield
+    finally:
+        calling.reset(outer)
 
 
 def _original(model: Any) -> Any:

@@ -1,5 +1,6 @@
 """Files are written whole or not at all."""
 
+import errno
 import os
 import uuid
 from pathlib import Path
@@ -11,6 +12,8 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     A link is followed, so that it still leads to the file.
     """
     target = Path(path).resolve()
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(target.parent))
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with draft.open("x", encoding="utf-8", newline="\n") as file:

@@ -9,6 +9,7 @@ Nothing is patched; what is imported here may move, and then this is the one fil
 import contextlib
 import inspect
 import itertools
+import logging
 import sys
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -440,6 +441,41 @@ def quiet_fake_errors() -> Generator[None]:
         log.disabled = disabled
 
 
+def hide_fake_errors(when: Callable[[], bool]) -> None:
+    """Keep what fake tensors log of failing ops quiet while `when()` is true."""
+    torch._subclasses.fake_tensor.log.addFilter(lambda record: not when())
+
+
+def on_recompile_limit(tell: Callable[[str], None]) -> None:
+    """Have the limit's name told when Dynamo gives up compiling a function: it only logs that."""
+    start = "torch._dynamo hit config."
+
+    def look(record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith(start):
+            tell(record.getMessage().removeprefix(start).partition(" ")[0])
+        return True
+
+    torch._dynamo.convert_frame.log.addFilter(look)
+
+
+def supported(**keywords: Any) -> dict[str, Any]:
+    """Those of the keywords that the installed torch.compile knows."""
+    known = compile_keywords()
+    return {name: value for name, value in keywords.items() if name in known}
+
+
+def compile_keywords() -> set[str]:
+    """The keywords of torch.compile that are not the model or the backend and its options."""
+    return {*inspect.signature(torch.compile).parameters} - {"model", "backend", "mode", "options"}
+
+
+def inline_as(wrapper: Callable[..., Any], function: Callable[..., Any] | None) -> None:
+    """Have Dynamo trace `function` where code that it compiles calls `wrapper`; None: `wrapper`."""
+    vars(wrapper).pop("_torchdynamo_inline", None)  # of the compiled callable that it wraps
+    if function is not None:
+        wrapper._torchdynamo_inline = function  # type: ignore[attr-defined]
+
+
 def dynamo_code_name() -> str:
     """The name of the function Dynamo is compiling; the rest after a graph break has "resume"."""
     tx = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
@@ -452,10 +488,12 @@ def compilations() -> Generator[list[tuple[str, str, str]]]:
     seen = {id(m) for m in torch._dynamo.utils.get_compilation_metrics()}
     failed: list[tuple[str, str, str]] = []
     yield failed
+    last: dict[tuple[str, str], str | None] = {}  # a later attempt may have succeeded
     for m in torch._dynamo.utils.get_compilation_metrics():
-        if id(m) not in seen and m.fail_type is not None:
-            reason = " ".join((m.fail_reason or m.fail_type).split())
-            failed.append((m.co_name or "?", f"{m.co_filename}:{m.co_firstlineno}", reason))
+        if id(m) not in seen:
+            reason = m.fail_type and " ".join((m.fail_reason or m.fail_type).split())
+            last[m.co_name or "?", f"{m.co_filename}:{m.co_firstlineno}"] = reason
+    failed += [(*frame, reason) for frame, reason in last.items() if reason is not None]
 
 
 def frame_modules() -> dict[str, torch.nn.Module]:

@@ -44,11 +44,13 @@ def rule_names(op: object) -> tuple[str, ...]:
     """The canonical names of the ops that `op` stands for; mostly one.
 
     Takes "aten::gelu", "aten.gelu", "aten::softmax.int", an OpOverload or its packet, what
-    `torch.library.custom_op` returned, or a torch function. A function whose arguments choose
-    among several ops (F.interpolate) stands for each of them. PolicyError for everything else.
+    `torch.library.custom_op` returned, or a torch function, also as "torch.nn.functional.gelu". A
+    function whose arguments choose among several ops (F.interpolate) stands for each of them.
+    PolicyError for everything else.
     """
     if isinstance(op, str):
-        return (canonical_name(op),)
+        function = _torch_function(op)
+        return (canonical_name(op),) if function is None else rule_names(function)
     if isinstance(op, OpOverload):
         return (canonical_name(full_name(op)),)
     if isinstance(op, OpOverloadPacket):
@@ -57,6 +59,17 @@ def rule_names(op: object) -> tuple[str, ...]:
     if custom is not None:
         return (canonical_name(custom),)
     return _names_of_function(op)
+
+
+def _torch_function(written: str) -> object | None:
+    """The function that "torch.nn.functional.gelu" or "torch.exp" names; "torch.ops" has names."""
+    if not written.startswith("torch.") or written.startswith("torch.ops."):
+        return None
+    try:
+        found: object = operator.attrgetter(written.removeprefix("torch."))(torch)
+    except AttributeError:
+        return None
+    return found
 
 
 def full_name(op: OpOverload) -> str:
@@ -137,7 +150,8 @@ def _check_one_can_carry(name: str, overloads: Mapping[str, OpOverload]) -> None
 
 def _unknown(written: str) -> PolicyError:
     """The error for a name that is no op's, with the nearest names there are."""
-    guess = written if "::" in written else f"aten::{written.removeprefix('aten.')}"
+    last = written.rpartition(".")[2] if written.startswith("torch.") else written
+    guess = last if "::" in last else f"aten::{last.removeprefix('aten.')}"
     known = {name.partition(".")[0] for name in internals.op_names()}
     near = difflib.get_close_matches(guess, [name for name in known if name[-1] != "_"])
     return PolicyError(

@@ -63,12 +63,15 @@ class Options:
         known = [f.name for f in dataclasses.fields(cls) if f.name != "inductor"]
         ours = {k: given.pop(k) for k in known if k in given}
         inner = _inner(ours.get("inner", "inductor"))
+        mode = _one_of("mode", ours.get("mode"), MODES)
+        if mode not in (None, "default") and inner != "inductor":
+            raise OptionError(f"mode={mode!r} is Inductor's, and inner is {inner!r}")
         _check_inductor(given, inner, known)
         return cls(
             dtype=_dtype(ours.get("dtype")),
             policy=_policy(ours.get("policy")),
             inner=inner,
-            mode=_one_of("mode", ours.get("mode"), MODES),
+            mode=mode,
             outputs=_one_of("outputs", ours.get("outputs"), (None, "autocast", "original")),
             strict=_one_of("strict", ours.get("strict", False), (True, False)),
             inductor=given,
@@ -123,9 +126,14 @@ def _check_inductor(rest: Mapping[str, Any], inner: Any, ours: list[str]) -> Non
     unknown = [k for k in rest if k.replace("-", "_") not in valid]
     if not unknown:
         return
-    near = difflib.get_close_matches(unknown[0], [*ours, *valid], n=3)
     also = " and Inductor's (torch._inductor.list_options())" if inner == "inductor" else ""
     raise OptionError(
         f"unknown: {', '.join(map(repr, unknown))}; valid are {', '.join(ours)}{also}",
-        cure=f"did you mean {', '.join(near)}?" if near else "leave it out",
+        cure=did_you_mean(unknown[0], [*ours, *valid]),
     )
+
+
+def did_you_mean(written: str, valid: list[str]) -> str:
+    """The cure for an unknown name."""
+    near = difflib.get_close_matches(written, valid, n=3)
+    return f"did you mean {', '.join(near)}?" if near else "leave it out"

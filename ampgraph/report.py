@@ -133,12 +133,18 @@ def short(dtype: torch.dtype | None) -> str:
     return "-" if dtype is None else str(dtype).removeprefix("torch.")
 
 
+def _short_source(source: str) -> str:
+    """ "path:line: code" without the folders; a "/" in the code is left alone."""
+    path, colon, rest = source.partition(": ")
+    return os.path.basename(path) + colon + rest
+
+
 def _table(rows: tuple[Decision, ...]) -> Table:
     table = Table(title="What each op computes in, and why", title_justify="left")
     for name in ("op", "dtype", "casts", "because", "module", "source"):
         table.add_column(name, overflow="fold", justify="right" if name == "casts" else "left")
     for row in rows:
-        source = row.source.rpartition("/")[2]
+        source = _short_source(row.source)
         cells = (row.op, short(row.dtype), str(row.casts or ""), row.because, row.module, source)
         table.add_row(*map(Text, cells))
     return table

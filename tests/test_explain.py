@@ -197,7 +197,7 @@ def _html(report: ampgraph.Report, path: Path) -> str:
 
 def test_an_html_report_is_whole_or_not_there(tmp_path: Path) -> None:
     report = ampgraph.explain(Net(), inputs())
-    with pytest.raises(OSError, match="missing"):
+    with pytest.raises(FileNotFoundError, match=r"no such folder: '.*missing'$"):
         report.to_html(tmp_path / "missing" / "report.html")
     assert list(tmp_path.iterdir()) == []
 
@@ -226,3 +226,45 @@ def test_reports_of_every_way_to_compile() -> None:
 def test_explain_of_a_compiled_model_explains_the_model() -> None:
     compiled = ampgraph.compile(Net(), inner="eager")
     assert ampgraph.explain(compiled, inputs()).counts()["aten.linear"] == {torch.bfloat16: 2}
+
+
+def test_explain_leaves_no_trace_in_dynamos_cache() -> None:
+    """Explained more often than Dynamo compiles one function, and then compiled."""
+    net, args = Net(), inputs()
+    for op in ("exp", "sin", "cos", "tan", "add", "mul", "sub", "div", "sum"):
+        ampgraph.explain(net, args, policy=Policy.autocast("cpu").deny(f"aten::{op}"))
+    compiled = torch.compile(net, backend="ampgraph", options={"inner": "eager"})
+    compiled(*args)
+    assert len(ampgraph.reports(compiled)) == 1
+
+
+@pytest.mark.parametrize("door", ["compile", "backend"])
+def test_explain_of_a_compiled_model_takes_its_options(door: str) -> None:
+    options: Any = {"policy": Policy.autocast("cpu").deny("aten::linear"), "dtype": "fp16"}
+    compiled = (
+        ampgraph.compile(Net(), **options)
+        if door == "compile"
+        else torch.compile(Net(), backend="ampgraph", options=options)
+    )
+    report = ampgraph.explain(compiled, inputs())
+    assert report.counts()["aten.linear"] == {torch.float32: 2}
+    asked = ampgraph.explain(compiled, inputs(), policy=Policy.autocast("cpu"))
+    assert asked.counts()["aten.linear"] == {torch.float16: 2}
+
+
+@pytest.mark.filterwarnings("ignore:torch.autocast raises here")
+def test_what_was_mended_is_not_reported_as_skipped() -> None:
+    linear = nn.Linear(4, 3)
+
+    def program(x: Tensor) -> Tensor:
+        index = torch.zeros(3, 3, dtype=torch.long)
+        return torch.zeros(2, 3).scatter_add(0, index, linear(x)) / 2
+
+    report = ampgraph.explain(program, (torch.randn(3, 4),))
+    assert report.skipped_frames == ()
+    assert "linear(x)) / 2" in " ".join(str(report).split()), "a slash in the code is no folder"
+
+
+def test_an_unknown_door_is_an_error() -> None:
+    with pytest.raises(ampgraph.errors.OptionError, match="'compile' or 'backend'"):
+        ampgraph.explain(Net(), inputs(), door="x")  # type: ignore[arg-type]

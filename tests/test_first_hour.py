@@ -253,6 +253,7 @@ def test_banned_op_names_node_line_and_cure(x: Tensor) -> None:
         ({"outputs": "fp32"}, "'autocast', 'original'"),
         ({"policy": 3}, "ampgraph.Policy"),
         ({"mode": "fast"}, "reduce-overhead"),
+        ({"mode": "max-autotune", "inner": "eager"}, "is Inductor's"),
     ],
 )
 def test_bad_options_list_the_valid_ones(options: dict[str, Any], told: str, x: Tensor) -> None:

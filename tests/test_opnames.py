@@ -240,3 +240,13 @@ def complaints(path: str, function: object, ops: list[str]) -> list[str]:
     if len([op for op in ops if op in names]) != 1 or extra:
         return [f"{path} is taken for {names}, but calls {ops}"]
     return []
+
+
+@pytest.mark.parametrize("written", ["torch.nn.functional.gelu", "torch.ops.aten.gelu"])
+def test_a_torch_function_by_its_path(written: str) -> None:
+    assert opnames.rule_names(written) == ("aten::gelu",)
+
+
+def test_a_misspelt_path_is_an_error() -> None:
+    with pytest.raises(PolicyError, match="gelu"):
+        opnames.rule_names("torch.nn.functional.gleu")

@@ -281,6 +281,12 @@ def test_registrations_are_checked() -> None:
     register_op(gated, Category.ALLOW, device_type="cuda")
     with pytest.raises(PolicyError, match="registered as allow for mps, and now as deny"):
         register_op("ampgraph_policy::gated", "deny", device_type="mps")
+    register_op("aten::tanh", "allow", device_type="mps")
+    with pytest.raises(PolicyError, match="registered as allow for mps, and now as deny"):
+        register_op("aten::tanh", "deny")
+    assert "aten::tanh" not in registered.rules_for("cuda"), "for all devices or for none"
+    with pytest.raises(PolicyError, match="registered as allow, and now as deny"):
+        register_op("ampgraph_policy::gated", "deny")
     with pytest.raises(PolicyError, match="use one of allow, deny, promote, follow"):
         register_op("ampgraph_policy::gated", "banned")
     with pytest.raises(PolicyError, match="did you mean ampgraph_policy::gated"):

@@ -1,5 +1,7 @@
 """What libraries registered for their own ops: default rules, by device type and op."""
 
+from collections.abc import Sequence
+
 from ampgraph import opnames
 from ampgraph.errors import PolicyError
 from ampgraph.oplists import DEVICE_TYPES, Category, category_named, check_device_type
@@ -12,14 +14,19 @@ class _Registry:
         self.version = 0
         self.rules: dict[str, dict[str, Category]] = {device: {} for device in DEVICE_TYPES}
 
-    def add(self, name: str, category: Category, device_type: str) -> None:
+    def add(self, name: str, category: Category, devices: Sequence[str]) -> None:
         """Add a rule; PolicyError if there is another one, so that import order cannot matter."""
-        before = self.rules[device_type].setdefault(name, category)
-        if before is not category:
-            raise PolicyError(
-                f"{name} is registered as {before} for {device_type}, and now as {category}",
-                cure="register an op once; a user's Policy can still override it",
-            )
+        for device in devices:
+            before = self.rules[device].get(name, category)
+            if before is not category:
+                everywhere = len({rules.get(name) for rules in self.rules.values()}) == 1
+                there = "" if everywhere and len(devices) > 1 else f" for {device}"
+                raise PolicyError(
+                    f"{name} is registered as {before}{there}, and now as {category}",
+                    cure="register an op once; a user's Policy can still override it",
+                )
+        for device in devices:
+            self.rules[device][name] = category
         self.version += 1
 
 
@@ -34,8 +41,7 @@ def register_op(name: object, category: Category | str, *, device_type: str | No
     chosen = category_named(category)
     devices = DEVICE_TYPES if device_type is None else (check_device_type(device_type),)
     for op in opnames.rule_names(name):
-        for device in devices:
-            _REGISTRY.add(op, chosen, device)
+        _REGISTRY.add(op, chosen, devices)
 
 
 def rules_for(device_type: str) -> dict[str, Category]:
