@@ -34,6 +34,7 @@ from ampgraph.internals import (
     ambient_autocast,
     compile_keywords,
     disable_autocast,
+    failed_call,
     inline_as,
     supported,
 )
@@ -85,8 +86,7 @@ class Door:
                 raise  # part of the model has run: it cannot be started again
             out = self._plainly(dtype, args, kwargs)
             self.refused.add(dtype, self.model, (args, kwargs))
-            reason = str(error).strip().splitlines()[0]
-            warn_once(f"torch.autocast raises here, ampgraph mends it ({reason})")
+            warn_once(f"torch.autocast raises here, ampgraph mends it: {failed_call(error)}")
             return out
 
     def region(self, args: Any, kwargs: Any) -> tuple[torch.autocast, torch.dtype]:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import itertools
 import logging
+import re
 import sys
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -394,6 +395,17 @@ def quiet_fake_errors() -> Generator[None]:
         yield
     finally:
         log.disabled = disabled
+
+
+def failed_call(error: TorchRuntimeError) -> str:
+    """The op that failed in a capture and the user's line, as far as Dynamo's message has them."""
+    told = str(error).strip()
+    call = re.search(r"fake tensors: \w+ (.+?)\(\*", told)
+    line = re.findall(r'File "(.+)", line (\d+), in .*\n *(.*)', told)
+    if call is None or not line:
+        return told.splitlines()[0]
+    named = re.search(r"(?:function|method) ([\w.]+)", call[1])  # <built-in method scatter of ...>
+    return f"{named[1] if named else call[1]} at {':'.join(line[-1][:2])}: {line[-1][2]}"
 
 
 def hide_fake_errors(when: Callable[[], bool]) -> None:
