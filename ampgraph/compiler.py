@@ -33,9 +33,10 @@ from ampgraph.internals import (
     TorchRuntimeError,
     ambient_autocast,
     compile_keywords,
+    compile_up_to,
     disable_autocast,
+    failed_call,
     inline_as,
-    supported,
 )
 from ampgraph.options import Options, did_you_mean
 
@@ -85,8 +86,7 @@ class Door:
                 raise  # part of the model has run: it cannot be started again
             out = self._plainly(dtype, args, kwargs)
             self.refused.add(dtype, self.model, (args, kwargs))
-            reason = str(error).strip().splitlines()[0]
-            warn_once(f"torch.autocast raises here, ampgraph mends it ({reason})")
+            warn_once(f"torch.autocast raises here, ampgraph mends it: {failed_call(error)}")
             return out
 
     def region(self, args: Any, kwargs: Any) -> tuple[torch.autocast, torch.dtype]:
@@ -134,8 +134,7 @@ class Door:
 
     def _compiled(self, dtype: torch.dtype | Literal["ambient"]) -> Any:
         backend = Backend(dataclasses.replace(self.options, dtype=dtype))
-        limit = supported(recompile_limit=RECOMPILE_LIMIT)
-        return torch.compile(self.model, backend=backend, **{**limit, **self.torch_kwargs})
+        return compile_up_to(RECOMPILE_LIMIT, self.model, backend, self.torch_kwargs)
 
     def _warn_of_loss(self, limit: str) -> None:
         """Dynamo only logs its limit, and only for the first callable that hits it."""

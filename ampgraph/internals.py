@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import itertools
 import logging
+import re
 import sys
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -253,17 +254,35 @@ def compile_wrapper_in_caller() -> object | None:
 
 def compile_context_of(compiled: object) -> object | None:
     """The `_TorchCompileWrapper` behind what torch.compile returned, or None."""
-    context = getattr(compiled, "dynamo_ctx", None)
-    if context is None and isinstance(compiled, torch.nn.Module):
-        return compile_context_of(compiled._compiled_call_impl)
-    if context is None:
-        cells = getattr(compiled, "__closure__", None) or ()
-        found = [c.cell_contents for c in cells if isinstance(c.cell_contents, _TorchDynamoContext)]
-        context = found[0] if found else None
+    context = _dynamo_context(compiled)
     if context is None:
         return None
     callback: Any = context.callback
     return innermost_backend(callback)
+
+
+def _dynamo_context(compiled: object) -> _TorchDynamoContext | None:
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None and isinstance(compiled, torch.nn.Module):
+        return _dynamo_context(compiled._compiled_call_impl)
+    cells = getattr(compiled, "__closure__", None) or ()
+    found = [c.cell_contents for c in cells if isinstance(c.cell_contents, _TorchDynamoContext)]
+    return context or (found[0] if found else None)
+
+
+def compile_up_to(
+    limit: int, model: Any, backend: Callable[..., Any], keywords: Mapping[str, Any]
+) -> Any:
+    """torch.compile with at least so many compilations of one function."""
+    config = torch._dynamo.config
+    room = {"recompile_limit": max(config.recompile_limit, limit)}
+    if supported(**room):
+        return torch.compile(model, backend=backend, **{**room, **keywords})
+    compiled = torch.compile(model, backend=backend, **keywords)
+    context = _dynamo_context(compiled)
+    if context is not None:  # before 2.13 there is only the config: set as torch does for dynamic=
+        context.enter_exit_hooks.append(config._make_closure_patcher(**room))
+    return compiled
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
@@ -439,6 +458,17 @@ def quiet_fake_errors() -> Generator[None]:
         yield
     finally:
         log.disabled = disabled
+
+
+def failed_call(error: TorchRuntimeError) -> str:
+    """The op that failed in a capture and the user's line, as far as Dynamo's message has them."""
+    told = str(error).strip()
+    call = re.search(r"fake tensors: \w+ (.+?)\(\*", told)
+    line = re.findall(r'File "(.+)", line (\d+), in .*\n *(.*)', told)
+    if call is None or not line:
+        return told.splitlines()[0]
+    named = re.search(r"(?:function|method) ([\w.]+)", call[1])  # <built-in method scatter of ...>
+    return f"{named[1] if named else call[1]} at {':'.join(line[-1][:2])}: {line[-1][2]}"
 
 
 def hide_fake_errors(when: Callable[[], bool]) -> None:

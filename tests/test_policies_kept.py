@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampgraph
-from ampgraph import AmpgraphWarning, Policy
+from ampgraph import AmpgraphWarning, Policy, internals
 from support import BF16, FP32
 
 # Dynamo's, about what it passes on after a graph break.
@@ -38,6 +38,18 @@ def test_reports_are_of_the_graphs_that_ran_for_the_callable() -> None:
     other(torch.randn(3, 4))
     (second,) = ampgraph.reports(other)
     assert [r.after is second.after for r in ampgraph.reports(first)] == [False, True]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["keyword", "config"])
+def test_many_policies_on_one_class(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than Dynamo's own limit, which torch.compile only takes as a keyword since 2.13."""
+    if not known:
+        monkeypatch.setattr(internals, "supported", lambda **keywords: {})
+    x, also = torch.randn(2, 4), ("relu", "tanh", "exp", "log", "sin", "cos", "erf", "neg", "abs")
+    policies = [GELU, *(GELU.deny(f"aten::{op}") for op in also)]
+    for policy in policies:
+        assert ampgraph.compile(Block(), policy=policy, inner="eager")(x).dtype == FP32
+    assert torch._dynamo.config.recompile_limit == 8, "the user's setting is left alone"
 
 
 def test_each_callable_whose_policy_is_lost_says_so_once() -> None:
