@@ -588,7 +588,7 @@ CHECKS: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 TOTALS: tuple[Callable[[list[Tensor]], Tensor], ...] = (
     lambda ts: torch.stack([torch.linalg.vector_norm(t) for t in ts]).norm(),
-    lambda ts: sum((t * t).sum() for t in ts).sqrt(),
+    lambda ts: sum((t * t).sum() for t in ts).sqrt(),  # type: ignore[union-attr]
     lambda ts: torch.stack([t.abs().max() for t in ts]).max(),
     lambda ts: ts[0].norm(),
 )
