@@ -7,10 +7,9 @@
 import contextlib
 import difflib
 import functools
+import inspect
 import logging
 import os
-import sys
-import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -318,8 +317,8 @@ def warn(message: str) -> None:
 
 def _frames_of_ours() -> int:
     """The stacklevel, in `warn`, of the user's line."""
-    frame: types.FrameType | None = sys._getframe(1)
-    level = 1
+    here = inspect.currentframe()
+    frame, level = here.f_back if here else None, 1
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
     return level

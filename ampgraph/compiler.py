@@ -37,6 +37,7 @@ from ampgraph.internals import (
     disable_autocast,
     failed_call,
     inline_as,
+    untraced,
 )
 from ampgraph.options import Options, did_you_mean
 
@@ -56,7 +57,7 @@ class Door:
         self.records: dict[Record, None] = {}
         self.at_limit = False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `run`, the compiled callable, inside its autocast region."""
         call, around = Call(), calling.get()

@@ -14,7 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -270,12 +270,21 @@ def _dynamo_context(compiled: object) -> _TorchDynamoContext | None:
     return context or (found[0] if found else None)
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """The function, which Dynamo breaks the graph at and never looks into; with its type kept."""
+    wrapped: Any = torch.compiler.disable(function)
+    return wrapped  # type: ignore[no-any-return]
+
+
 def compile_up_to(
     limit: int, model: Any, backend: Callable[..., Any], keywords: Mapping[str, Any]
 ) -> Any:
     """torch.compile with at least so many compilations of one function."""
     config = torch._dynamo.config
-    room = {"recompile_limit": max(config.recompile_limit, limit)}
+    room: dict[str, Any] = {"recompile_limit": max(config.recompile_limit, limit)}
     if supported(**room):
         return torch.compile(model, backend=backend, **{**room, **keywords})
     compiled = torch.compile(model, backend=backend, **keywords)
@@ -473,7 +482,11 @@ def failed_call(error: TorchRuntimeError) -> str:
 
 def hide_fake_errors(when: Callable[[], bool]) -> None:
     """Keep what fake tensors log of failing ops quiet while `when()` is true."""
-    torch._subclasses.fake_tensor.log.addFilter(lambda record: not when())
+
+    def told(record: logging.LogRecord) -> bool:
+        return not when()
+
+    torch._subclasses.fake_tensor.log.addFilter(told)
 
 
 def on_recompile_limit(tell: Callable[[str], None]) -> None:

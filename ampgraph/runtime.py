@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ampgraph.internals import ambient_autocast, disable_autocast, queue_backward_callback
+from ampgraph.internals import (
+    ambient_autocast,
+    disable_autocast,
+    queue_backward_callback,
+    untraced,
+)
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +35,7 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _backward_without_autocast(grads: tuple[Tensor, ...]) -> None:
     """Turn autocast off until the running backward pass ends: the casts are in the graph.
 

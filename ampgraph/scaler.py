@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ampgraph.errors import OptionError
 from ampgraph.gradients import Part, norm_of, parts_of, root_of
-from ampgraph.internals import max_over_ranks
+from ampgraph.internals import max_over_ranks, untraced
 from ampgraph.kernels.unscale import check, unscale_
 from ampgraph.kernels.update_scale import update_scale_
 from ampgraph.steps import Skip, stepper_of
@@ -255,7 +255,7 @@ class GradScaler(torch.amp.GradScaler):
         state["found_inf_per_device"] = self._read(optimizer, self._inverse_scale(), True, check)[0]
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer on unscaled gradients, unless one of them is inf or nan.
 

@@ -29,7 +29,7 @@ from ampgraph.kernels.tables import (
 )
 from ampgraph.kernels.unscale_kernels import totals_kernel, unscale_kernel, unscale_rows_kernel
 
-__all__ = ["check", "check_reference", "unscale", "unscale_", "unscale_reference"]
+__all__ = ["OPS", "check", "check_reference", "unscale", "unscale_", "unscale_reference"]
 
 # Elements of a program where each tensor has its own launch.
 CHUNK = 8 * BLOCK
@@ -217,3 +217,6 @@ def check(grads: Sequence[Tensor], scale: Tensor) -> tuple[Tensor, Tensor]:
     if not on_gpu(grads, [scale]):
         return check_reference(grads, scale)
     return _launch([dense(grad) for grad in grads], None, scale)
+
+
+OPS = torch.ops.ampgraph  # with the ops that this module defines

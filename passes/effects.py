@@ -20,6 +20,7 @@ from ampgraph.internals import (
     is_functorch,
     schema_of,
     set_grad_enabled,
+    storage_of,
 )
 from ampgraph.passes.spellings import called, is_plain
 
@@ -108,7 +109,7 @@ class Effects:
             leaves = pytree.tree_leaves(self._value(node))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             self.known = self.known and all(map(is_plain, tensors))
-            return frozenset(_storage(t) if is_plain(t) else node for t in tensors)
+            return frozenset(storage_of(t) if is_plain(t) else node for t in tensors)
         if name in _FRESH and node.kwargs.get("out") is None:
             return frozenset([node])
         found = [self._roots[given] for given in node.all_input_nodes]
@@ -155,11 +156,6 @@ def _may_write(node: fx.Node) -> bool:
     opaque = node.op == "call_module" or isinstance(node.target, HigherOrderOperator)
     asked = node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace"))
     return WRITES in node.meta or opaque or asked
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:

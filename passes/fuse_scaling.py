@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from ampgraph.decision import Decision
 from ampgraph.graph import PASS, VALUE, WRITES, captured, like, op_name
 from ampgraph.internals import FakeTensorMode
-from ampgraph.kernels import unscale as _ops  # noqa: F401  defines torch.ops.ampgraph
+from ampgraph.kernels.unscale import OPS
 from ampgraph.passes.effects import Effects
 from ampgraph.passes.insert_casts import SHORT, SITE
 from ampgraph.passes.rows import row_of
@@ -73,7 +73,7 @@ class _Rewriter:
         self.group, self.before = group, before
 
     def run(self) -> Decision:
-        g, ops = self.group, torch.ops.ampgraph
+        g, ops = self.group, OPS
         reads_only = not makes_new(g) and not g.check_output and not g.products[0].divide
         makes = ops.check.default if reads_only else ops.unscale.default
         fused = self._fused(ops.unscale_.default if g.in_place else makes)
@@ -93,9 +93,7 @@ class _Rewriter:
         asked = {"divide": first.divide, "check_output": g.check_output}
         kwargs = {name: True for name, wanted in asked.items() if wanted}
         number = self._number(first.tensor.device)
-        made = (
-            [_result(p) for p in g.products] if op is torch.ops.ampgraph.unscale.default else None
-        )
+        made = [_result(p) for p in g.products] if op is OPS.unscale.default else None
         value = (number, number) if made is None else (made, number, number)
         name = op_name(op).rpartition(".")[2]
         node = self._node(name, op, (xs, scale), value, first.node, **kwargs)
@@ -140,7 +138,7 @@ class _Rewriter:
     def _results(self, fused: fx.Node) -> None:
         """The products' users read the op's results, or what was written in place."""
         g = self.group
-        made = fused.target is torch.ops.ampgraph.unscale.default
+        made = fused.target is OPS.unscale.default
         results = self._part("unscaled", fused, 0) if made else None
         for i, p in enumerate(g.products):
             old = [n for n in p.node.users if takes(n) and n.args[1] == p.index]

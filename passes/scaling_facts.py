@@ -166,8 +166,9 @@ def _plain_reduction(args: dict[str, Any]) -> bool:
 
 def _listed_norms(r: Reader, node: fx.Node) -> tuple[Fact | None, ...] | None:
     args = given(node, "input", "p", "dtype")
-    listed, p = args.pop("input", None), args.pop("p", 2)
-    if p != 2 or isinstance(p, bool) or not _plain_reduction(args):
+    listed: Any = args.pop("input", None)
+    p: Any = args.pop("p", 2)
+    if type(p) is bool or p != 2 or not _plain_reduction(args):
         return None
     at = r.effects.place[node]
     if isinstance(listed, fx.Node):

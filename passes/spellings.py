@@ -34,8 +34,9 @@ _AS_THEY_ARE = (
     "zeros ones full tensor zeros_like ones_like empty_like full_like new_zeros new_ones new_full "
     "getitem setitem iadd isub _foreach_mul _foreach_div _foreach_mul_ _foreach_div_ _foreach_norm"
 )
-_NAMES = {name: name for name in _AS_THEY_ARE.split()}
-_NAMES |= {spelled: name for name, group in _SPELLED.items() for spelled in group.split()}
+_NAMES = {name: name for name in _AS_THEY_ARE.split()} | {
+    spelled: name for name, group in _SPELLED.items() for spelled in group.split()
+}
 
 
 def _functions() -> dict[Any, str]:

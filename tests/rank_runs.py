@@ -181,10 +181,10 @@ def fsdp1_is_like_sharded_grad_scaler() -> None:
                 network(), use_orig_params=orig, device_id=torch.device("cpu")
             )
             runs.append((model, make(model.parameters()), scaler))
+        (_, left, our), (_, right, theirs) = runs
         for step, bad in enumerate(drawn(12)):
             for run in runs:
                 train_step(*run, step, bad)
-            (_, left, our), (_, right, theirs) = runs
             assert_like(left, right)
             assert our.get_scale() == theirs.get_scale(), f"step {step}"
         assert our.skipped_steps == sum(bad is not None for bad in drawn(12))

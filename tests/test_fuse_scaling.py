@@ -141,14 +141,14 @@ def fused(program: Program, inputs: Sequence[Tensor], way: str, norm: bool = Fal
 # --- one op ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("program", "way"), cases(*SINGLE))
 def test_one_tensor(program: Program, way: str, dtype: torch.dtype) -> None:
     (op,) = fused(program, tensors(1, dtype), way)
     assert op in OPS
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("program", "way"), cases(*PAIRS))
 def test_one_op_for_two_tensors(program: Program, way: str, dtype: torch.dtype) -> None:
     (op,) = fused(program, tensors(2, dtype), way)

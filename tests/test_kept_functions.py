@@ -161,11 +161,12 @@ def of_eager(function: Any, pair: tuple[Tensor, Tensor]) -> Any:
 
 
 def test_an_island_tells_its_dtype(pair: tuple[Tensor, Tensor]) -> None:
-    whole = torch.compiler.allow_in_graph(lambda x, w: asks_dtype(x, w))
+    whole: Any = torch.compiler.allow_in_graph(lambda x, w: asks_dtype(x, w))
 
     def program(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.float16, enabled=False):
-            return whole(x, w)
+            out: Tensor = whole(x, w)
+            return out
 
     compiled = ampgraph.compile(program, inner="eager")
     with torch.no_grad():
