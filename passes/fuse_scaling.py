@@ -35,7 +35,8 @@ CHECKS = frozenset("isfinite isnan isinf amp_unscale".split())
 def fuse_scaling(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> tuple[Decision, ...]:
     """Fuse what can be, in place; one row for each op that was made."""
     rows: list[Decision] = []
-    if not any(called(node) in CHECKS for node in gm.graph.nodes):
+    checks = [node for node in gm.graph.nodes if called(node) in CHECKS]
+    if not checks or any(_unknown(node) for node in gm.graph.nodes):
         return ()
     while True:  # a group may stand in another's way until that is rewritten
         reader = Reader(Effects(gm, grad))
@@ -56,6 +57,11 @@ def fuse_scaling(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> tuple[
 
 
 # --- rewriting ------------------------------------------------------------------------------------
+
+
+def _unknown(node: fx.Node) -> bool:
+    """Whether nothing says what the node returns: not Dynamo's doing, which tells of each."""
+    return node.op.startswith("call") and not {VALUE, "val"} & node.meta.keys()
 
 
 class _Rewriter:

@@ -31,7 +31,7 @@ from ampgraph.graph import (
     references,
     source_of,
 )
-from ampgraph.internals import FakeTensorMode, storage_of
+from ampgraph.internals import FakeTensorMode, is_functorch_wrapped, storage_of
 from ampgraph.passes.cast_outputs import cast_before, output_of
 from ampgraph.passes.plan import Plan, Plans
 from ampgraph.verdict import tensors, widens
@@ -185,7 +185,12 @@ def _looks_at(node: fx.Node, memory: int) -> fx.Node | None:
 
 
 def _memories(value: Any) -> set[int]:
-    return {storage_of(t) for t in tensors(value) if t.layout == torch.strided}
+    return {storage_of(t) for t in tensors(value) if _has_memory(t)}
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Sparse tensors and those inside of vmap and the like have none of their own."""
+    return tensor.layout == torch.strided and not is_functorch_wrapped(tensor)
 
 
 def _shares(one: Any, other: Any) -> bool:

@@ -256,7 +256,6 @@ def test_random_programs(name: str) -> None:
     wanted = SEARCHES[name]
     seen = search(wanted.check, wanted.examples)
     assert seen.low / seen.programs > wanted.low, f"little low precision: {seen}"
-    assert name != "cpu_lists" or seen.counts["casts folded"], f"no cast was folded: {seen}"
     assert len(seen.rows) >= wanted.rows, f"few kinds of calls: {seen}"
 
 
