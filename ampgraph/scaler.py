@@ -24,7 +24,7 @@ from ampgraph.gradients import Part, norm_of, parts_of, root_of
 from ampgraph.internals import max_over_ranks, untraced
 from ampgraph.kernels.unscale import check, unscale_
 from ampgraph.kernels.update_scale import update_scale_
-from ampgraph.steps import Skip, stepper_of
+from ampgraph.steps import Skip, stepper_of, takes_scaler
 
 CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 
@@ -276,21 +276,26 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if takes_scaler(optimizer):
+            return super().step(optimizer, *args, **kwargs)
         if state["stage"] is OptState.READY:
             fp16 = self._allow_fp16_grads or getattr(optimizer, "_step_supports_amp_scaling", False)
             factor = self._inverse_scale()
             found = self._read(optimizer, factor, fp16, check)[0]
             state |= {"found_inf_per_device": found, "factor": factor}
-        state["stage"] = OptState.STEPPED
         found = state["found_inf_per_device"]
         if not found:
+            state["stage"] = OptState.STEPPED
             self._empty_steps += 1
             self._last_found[optimizer] = None
             return None
         flag = _combined(found, scale)
+        skip = Skip(state["factor"], flag)
+        out = stepper_of(optimizer, self._inner).step(skip, args, kwargs)
+        state["stage"] = OptState.STEPPED  # not before: a step that raises may be tried again
         self._last_found[optimizer] = flag
         self._skipped += flag > 0
-        return stepper_of(optimizer, self._inner).step(Skip(state["factor"], flag), args, kwargs)
+        return out
 
     def step_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's last step was skipped; this reads the device.

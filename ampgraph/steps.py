@@ -6,6 +6,7 @@ which waits, is for the rest. What a first step makes (SGD's momentum) is looked
 `Unsettled`: if the step turns out to have been skipped, it was never made.
 """
 
+import inspect
 import itertools
 import logging
 import types
@@ -75,6 +76,12 @@ def stepper_of(optimizer: Optimizer, inner: str | Callable[..., Any]) -> "Steppe
         made = CapturedStep(optimizer, inner)
     setattr(optimizer, _STEPPER, made)
     return made
+
+
+def takes_scaler(optimizer: Optimizer) -> bool:
+    """Whether its step() wants the scaler itself, as fused optimizers did before torch 2.0."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return fused and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 class Stepper:

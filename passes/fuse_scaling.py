@@ -36,7 +36,7 @@ def fuse_scaling(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> tuple[
     """Fuse what can be, in place; one row for each op that was made."""
     rows: list[Decision] = []
     checks = [node for node in gm.graph.nodes if called(node) in CHECKS]
-    if not checks or any(_unknown(node) for node in gm.graph.nodes):
+    if not checks or any(map(_unknown, checks)):
         return ()
     while True:  # a group may stand in another's way until that is rewritten
         reader = Reader(Effects(gm, grad))
@@ -60,8 +60,8 @@ def fuse_scaling(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> tuple[
 
 
 def _unknown(node: fx.Node) -> bool:
-    """Whether nothing says what the node returns: not Dynamo's doing, which tells of each."""
-    return node.op.startswith("call") and not {VALUE, "val"} & node.meta.keys()
+    """Whether nothing says what a check returns, as in a graph that Dynamo did not make."""
+    return called(node) != "amp_unscale" and not isinstance(captured(node), Tensor)
 
 
 class _Rewriter:

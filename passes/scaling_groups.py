@@ -89,7 +89,7 @@ def _flags(r: Reader) -> list[fx.Node]:
         wanted = [n for n, f in r.facts.items() if _is_check(f) and _outside(r, n)]
         combined = {n for n in wanted if len(n.users) > len(_outside(r, n))} - r.stop
         if not combined:
-            return [n for n in wanted if captured(n).dim() == 0]
+            return [n for n in wanted if tuple(getattr(captured(n), "shape", (1,))) == ()]
         r.stop |= combined
         read(r)
 

@@ -286,6 +286,45 @@ def test_a_replaced_step_is_called() -> None:
     assert calls == [1]
 
 
+class Taker(optim.SGD):
+    """A fused optimizer of old, which is given the scaler and asks it."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]
+        found = grad_scaler._check_inf_per_device(self)
+        if not sum(flag.item() for flag in found.values()):
+            for param in parameters_of(self):
+                assert param.grad is not None
+                param.data.sub_(param.grad / grad_scaler.get_scale() * 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
+def test_an_optimizer_that_takes_the_scaler_gets_it() -> None:
+    stream = [INF, None, INF, None]
+    make = partial(Taker, lr=0.1)
+    got = train(ours(growth_interval=2), make, stream)
+    want = train(theirs(growth_interval=2), make, stream)
+    assert (got.scales, got.stepped) == (want.scales, want.stepped)
+
+
+def test_a_step_that_raises_may_be_tried_again() -> None:
+    params, scaler = parameters(), ours()
+    opt = optim.SGD(params, lr=0.1)
+    hook = opt.register_step_pre_hook(lambda o, a, k: exec("raise KeyError('once')"))
+    backward(scaler, params, gradients(0))
+    scaler.unscale_(opt)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(KeyError, match="once"):
+        scaler.step(opt)
+    hook.remove()
+    scaler.step(opt)
+    scaler.update()
+    assert (scaler.skipped_steps, scaler.get_scale()) == (0, 2.0**16)
+    for param, was, grad in zip(params, before, gradients(0), strict=True):
+        torch.testing.assert_close(param.detach(), was - 0.1 * grad)
+
+
 @pytest.mark.parametrize("special", [None, INF])
 def test_dynamo_off_is_no_step_without_the_flag(special: float | None) -> None:
     """With compilation switched off, the optimizer must not run unguarded."""
