@@ -1,8 +1,8 @@
 """Optimizer steps that wait for no answer: skipped by a flag that stays on the device.
 
 `CapturedStep` compiles an optimizer's own step, once, with every write made to depend on the flag
-(`passes.predicate_writes`); `FusedStep` hands the flag to the kernels of `fused=True`; `HostStep`,
-which waits, is for the rest. What a first step makes (SGD's momentum) is looked after by
+(`passes.predicate_writes`); `FusedStep` hands the flag to the kernels of `fused=True`; the plain
+`Stepper`, which waits, is for the rest. What a first step makes (SGD's momentum) is looked after by
 `Unsettled`: if the step turns out to have been skipped, it was never made.
 """
 

@@ -25,9 +25,9 @@ from ampgraph.passes.insert_casts import SHORT, SITE
 from ampgraph.passes.rows import row_of
 from ampgraph.passes.scaling_facts import read
 from ampgraph.passes.scaling_groups import Group, apart, groups, is_list, makes_new, takes
-from ampgraph.passes.scaling_patterns import FP32, Product, Reader
+from ampgraph.passes.scaling_patterns import Product, Reader
 from ampgraph.passes.spellings import called
-from ampgraph.verdict import FUSED
+from ampgraph.verdict import FP32, FUSED
 
 CHECKS = frozenset("isfinite isnan isinf amp_unscale".split())
 

@@ -36,9 +36,8 @@ from ampgraph.internals import (
     new_graph_like,
     storage_of,
 )
+from ampgraph.state import LOW_DTYPES
 from ampgraph.verdict import written
-
-_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class Predicator:
     def _unscale(self, node: fx.Node) -> None:
         """In float32, for the inverse of a scale is a small number in fp16."""
         grad, value = self.env[node], self.values[node]
-        low = value.dtype in _LOW
+        low = value.dtype in LOW_DTYPES
         factor = self.factor[value.device]
         wide = self._call(Tensor.float, (grad,), value.float()) if low else grad
         scaled = self._call(torch.mul, (wide, factor), value.float() if low else value)

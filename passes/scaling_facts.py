@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from ampgraph.graph import captured
-from ampgraph.passes.scaling_patterns import FP32, Fact, Reader, is_fp32
+from ampgraph.passes.scaling_patterns import Fact, Reader, is_fp32
 from ampgraph.passes.spellings import called, given
+from ampgraph.verdict import FP32
 
 _Read = Callable[[Reader, fx.Node], Any]
 

@@ -9,8 +9,9 @@ from torch import fx
 
 from ampgraph.graph import captured
 from ampgraph.passes.scaling_facts import read
-from ampgraph.passes.scaling_patterns import FP32, Fact, Product, Reader, Value
+from ampgraph.passes.scaling_patterns import Fact, Product, Reader, Value
 from ampgraph.passes.spellings import called, given, is_plain
+from ampgraph.verdict import FP32
 
 
 @dataclass

@@ -14,9 +14,8 @@ from torch import Tensor, fx
 from ampgraph.graph import captured
 from ampgraph.passes.effects import Effects
 from ampgraph.passes.spellings import called, given
-
-FP32 = torch.float32
-_LOW = (torch.float16, torch.bfloat16)
+from ampgraph.state import LOW_DTYPES
+from ampgraph.verdict import FP32
 
 
 @dataclass(frozen=True)
@@ -200,12 +199,12 @@ def is_fp32(value: Any) -> bool:
 
 def _is_scale(of: Any) -> bool:
     value = captured(of) if isinstance(of, fx.Node) else None
-    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (FP32, *_LOW)
+    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (FP32, *LOW_DTYPES)
 
 
 def _keeps_dtype(x: Any, y: Any) -> bool:
     both = isinstance(x, Tensor) and isinstance(y, Tensor)
-    return both and x.dtype == y.dtype and x.dtype in (FP32, *_LOW)
+    return both and x.dtype == y.dtype and x.dtype in (FP32, *LOW_DTYPES)
 
 
 def _rounding(x: Tensor, scale: Tensor, reverse: bool) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim import Optimizer
 
@@ -196,66 +196,63 @@ def test_gradients_stay_scaled_where_the_step_is_captured() -> None:
     torch.testing.assert_close([p.grad for p in params], [g * 8 for g in gradients(0)])
 
 
-class HostCounter(Optimizer):
+class OfAUser(Optimizer):
+    """What the optimizers below have in common."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def with_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that have a gradient, each with it."""
+        return [(p, p.grad) for p in parameters_of(self) if p.grad is not None]
+
+
+class HostCounter(OfAUser):
     """Counts its steps in Python, as many optimizers of users do."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in parameters_of(self):
-            if param.grad is None:
-                continue
+        for param, grad in self.with_gradients():
             state = self.state[param]
             state["step"] = state.get("step", 0) + 1
-            param.add_(param.grad, alpha=-self.param_groups[0]["lr"] / state["step"])
+            param.add_(grad, alpha=-self.param_groups[0]["lr"] / state["step"])
 
 
-class Replacer(Optimizer):
+class Replacer(OfAUser):
     """Makes new tensors for its state at each step."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in parameters_of(self):
-            if param.grad is None:
-                continue
+        for param, grad in self.with_gradients():
             state = self.state[param]
-            state["mean"] = state.get("mean", torch.zeros_like(param)) * 0.9 + param.grad
+            state["mean"] = state.get("mean", torch.zeros_like(param)) * 0.9 + grad
             param.sub_(state["mean"] * 0.1)
 
 
-class Reader(Optimizer):
+class Reader(OfAUser):
     """Reads the device in its step: Dynamo breaks the graph there."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in parameters_of(self):
-            if param.grad is not None and param.grad.norm().item() > 0:
-                param.sub_(param.grad * 0.1)
+        for param, grad in self.with_gradients():
+            if grad.norm().item() > 0:
+                param.sub_(grad * 0.1)
 
 
-class Pure(Optimizer):
+class Pure(OfAUser):
     """A user's optimizer that keeps everything in tensors."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
+        super().__init__(params)
         for param in parameters_of(self):
             self.state[param]["mean"] = torch.zeros_like(param)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in parameters_of(self):
-            if param.grad is not None:
-                mean = self.state[param]["mean"]
-                mean.mul_(0.9).add_(param.grad)
-                param.sub_(mean, alpha=self.param_groups[0]["lr"])
+        for param, grad in self.with_gradients():
+            mean = self.state[param]["mean"]
+            mean.mul_(0.9).add_(grad)
+            param.sub_(mean, alpha=self.param_groups[0]["lr"])
 
 
 @pytest.mark.parametrize("make", [HostCounter, Replacer, Reader, Pure], ids=lambda m: m.__name__)
