@@ -21,21 +21,22 @@ from torch import Tensor, fx
 
 from ampgraph import passes
 from ampgraph.errors import AmpgraphWarning
-from ampgraph.internals import (
+from ampgraph.internals.autocast import (
     ambient_autocast,
     autocast_off_at_run_time,
+    cpu_has_bf16_units,
+)
+from ampgraph.internals.dynamo import (
     compile_context_of,
     compile_wrapper_in_caller,
-    cpu_has_bf16_units,
     dynamo_code_name,
     dynamo_frame_id,
     graph_break_of,
-    hide_fake_errors,
     inductor,
     lookup_backend,
     on_recompile_limit,
-    set_grad_enabled,
 )
+from ampgraph.internals.tensors import hide_fake_errors, set_grad_enabled
 from ampgraph.oplists import registered
 from ampgraph.options import Options
 from ampgraph.passes.check_strict import check_strict

@@ -28,13 +28,12 @@ from ampgraph.backend import (
     warn_once,
 )
 from ampgraph.errors import OptionError
-from ampgraph.internals import (
+from ampgraph.internals.autocast import ambient_autocast, disable_autocast
+from ampgraph.internals.dynamo import (
     OptimizedModule,
     TorchRuntimeError,
-    ambient_autocast,
     compile_keywords,
     compile_up_to,
-    disable_autocast,
     failed_call,
     inline_as,
     untraced,

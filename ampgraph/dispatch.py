@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampgraph.errors import BannedOpError
-from ampgraph.internals import OpOverload, schema_of
+from ampgraph.internals.ops import OpOverload, schema_of
 from ampgraph.mend import mixed, too_big
 from ampgraph.oplists import append_target
 from ampgraph.oplists.inside import CALLED_INSIDE

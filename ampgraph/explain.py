@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ampgraph.backend import DOOR, Backend, Call, Record, calling, options_of, records_of
 from ampgraph.compiler import Door
 from ampgraph.errors import OptionError
-from ampgraph.internals import (
+from ampgraph.internals.dynamo import (
     OptimizedModule,
     aot_backend,
     buffers_of,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampgraph.internals import (
+from ampgraph.internals.ranks import (
     is_flattened,
     laid_out_as,
     local_part,

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.internals import (
+from ampgraph.internals.ops import OpOverload, schema_of
+from ampgraph.internals.tensors import (
     FakeTensor,
     FakeTensorMode,
-    OpOverload,
     detect_fake_mode,
     is_functorch_wrapped,
     is_wrapper_subclass,
-    schema_of,
 )
 
 VALUE = "example_value"  # where Dynamo keeps a node's fake value

@@ -9,15 +9,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ampgraph.dispatch import judge
-from ampgraph.internals import (
+from ampgraph.internals.ops import (
     OpOverload,
     PreDispatchMode,
     composite_kernel,
     is_composite,
-    is_wrapper_subclass,
-    needs_elements,
     schema_of,
 )
+from ampgraph.internals.tensors import is_wrapper_subclass, needs_elements
 from ampgraph.mend import mend
 from ampgraph.policy import Category
 from ampgraph.verdict import LIBRARY, REPAIR, Law, Verdict, tensors

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampgraph.internals import OpOverload, schema_of
+from ampgraph.internals.ops import OpOverload, schema_of
 from ampgraph.oplists.one_dtype import FLOAT_ONLY, NORMS, ONE_DTYPE
 from ampgraph.oplists.scalars import VALUE_SCALARS
 from ampgraph.verdict import CONSTANT, FP32, REPAIR, Law, Verdict, named, tensors, widest, written

@@ -11,7 +11,9 @@ from torch.utils import _pytree as pytree
 from ampgraph.backend import device_type_of, entry_state
 from ampgraph.errors import UnsupportedGraphError
 from ampgraph.graph import op_name
-from ampgraph.internals import FakeTensorMode, ambient_autocast, detect_fake_mode, new_graph_like
+from ampgraph.internals.autocast import ambient_autocast
+from ampgraph.internals.dynamo import new_graph_like
+from ampgraph.internals.tensors import FakeTensorMode, detect_fake_mode
 from ampgraph.options import Options
 from ampgraph.passes.inline_modules import inline_modules
 from ampgraph.pipeline import Rewritten, rewrite_graph

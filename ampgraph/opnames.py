@@ -17,9 +17,16 @@ from collections.abc import Mapping
 
 import torch
 
-from ampgraph import internals
 from ampgraph.errors import PolicyError
-from ampgraph.internals import OpOverload, OpOverloadPacket
+from ampgraph.internals.ops import (
+    OpOverload,
+    OpOverloadPacket,
+    custom_op_name,
+    name_of,
+    op_names,
+    overloads_of,
+    schema_of,
+)
 from ampgraph.oplists import DEVICE_TYPES, base_rules
 from ampgraph.oplists.functions import CALLS, COMPOSITES, NAMESPACES
 
@@ -55,7 +62,7 @@ def rule_names(op: object) -> tuple[str, ...]:
         return (canonical_name(full_name(op)),)
     if isinstance(op, OpOverloadPacket):
         return (canonical_name(str(op)),)
-    custom = internals.custom_op_name(op)
+    custom = custom_op_name(op)
     if custom is not None:
         return (canonical_name(custom),)
     return _names_of_function(op)
@@ -74,13 +81,13 @@ def _torch_function(written: str) -> object | None:
 
 def full_name(op: OpOverload) -> str:
     """The canonical name of one overload: "aten::linear.default"."""
-    name = internals.name_of(op)
+    name = name_of(op)
     return name if "." in name else f"{name}.default"
 
 
 def packet_name(op: OpOverload) -> str:
     """The canonical name of all overloads of an op: "aten::linear"."""
-    return internals.name_of(op).partition(".")[0]
+    return name_of(op).partition(".")[0]
 
 
 @functools.cache
@@ -108,8 +115,8 @@ def canonical_name(written: str) -> str:
 
 def why_not(op: OpOverload) -> str | None:
     """Why no rule can be put on an overload, or None, as for every row of autocast's lists."""
-    schema = internals.schema_of(op)
-    if any(internals.name_of(op) in base_rules(device) for device in DEVICE_TYPES):
+    schema = schema_of(op)
+    if any(name_of(op) in base_rules(device) for device in DEVICE_TYPES):
         return None
     if packet_name(op) in _CASTS:
         return "is a cast itself, and the user's own casts are kept as written"
@@ -138,7 +145,7 @@ def _overloads(namespace: str, op: str) -> Mapping[str, OpOverload]:
     packet = getattr(getattr(torch.ops, namespace), op, None)
     if not isinstance(packet, OpOverloadPacket):
         return {}
-    return internals.overloads_of(packet)
+    return overloads_of(packet)
 
 
 def _check_one_can_carry(name: str, overloads: Mapping[str, OpOverload]) -> None:
@@ -152,7 +159,7 @@ def _unknown(written: str) -> PolicyError:
     """The error for a name that is no op's, with the nearest names there are."""
     last = written.rpartition(".")[2] if written.startswith("torch.") else written
     guess = last if "::" in last else f"aten::{last.removeprefix('aten.')}"
-    known = {name.partition(".")[0] for name in internals.op_names()}
+    known = {name.partition(".")[0] for name in op_names()}
     near = difflib.get_close_matches(guess, [name for name in known if name[-1] != "_"])
     return PolicyError(
         f"there is no op {written!r}",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ampgraph.errors import OptionError
-from ampgraph.internals import backend_names, inductor_options
+from ampgraph.internals.dynamo import backend_names, inductor_options
 from ampgraph.policy import Policy
 
 DTYPES: dict[Any, Any] = {

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ampgraph import settings
 from ampgraph.decision import CastCounts, Decision
 from ampgraph.graph import captured, fake_mode_of, op_name
-from ampgraph.internals import FakeTensorMode
+from ampgraph.internals.tensors import FakeTensorMode
 from ampgraph.passes.cast_outputs import cast_outputs, output_of
 from ampgraph.passes.decide import Decider
 from ampgraph.passes.fold_casts import fold_casts

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from ampgraph.graph import module_roots, module_stack
-from ampgraph.internals import frame_modules, modules_being_called
+from ampgraph.internals.dynamo import frame_modules, modules_being_called
 from ampgraph.policy import ModuleRule, Policy
 
 Stack = list[tuple[str, Any]]

@@ -16,10 +16,10 @@ from typing import Self
 
 import torch
 
-from ampgraph import internals, opnames, policyfile
+from ampgraph import opnames, policyfile
 from ampgraph.errors import PolicyError
 from ampgraph.files import write_whole
-from ampgraph.internals import OpOverload
+from ampgraph.internals.ops import OpOverload, has_autocast_kernel, name_of, register_autocast_dtype
 from ampgraph.oplists import Category, base_rules, category_named, check_device_type, registered
 from ampgraph.oplists.registered import register_op
 
@@ -244,7 +244,7 @@ def _registered_rule(op: OpOverload, device_type: str) -> Rule | None:
 
 def _autocast_kernel_rule(op: OpOverload, device_type: str) -> Rule | None:
     """The rule of `torch.library.register_autocast`, which names the dtype to cast to."""
-    dtype = internals.register_autocast_dtype(op, device_type)
+    dtype = register_autocast_dtype(op, device_type)
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -252,7 +252,7 @@ def _autocast_kernel_rule(op: OpOverload, device_type: str) -> Rule | None:
 
 
 def _base_rule(op: OpOverload, device_type: str) -> Rule | None:
-    category = base_rules(device_type).get(internals.name_of(op))
+    category = base_rules(device_type).get(name_of(op))
     if category is None:
         return None
     listed = _LIST_NAMES.get(category, category.value)
@@ -261,7 +261,7 @@ def _base_rule(op: OpOverload, device_type: str) -> Rule | None:
 
 def _no_rule(op: OpOverload, device_type: str) -> Rule:
     """An op without a rule follows its inputs; one with a kernel we cannot read may not."""
-    if internals.has_autocast_kernel(op, device_type):
+    if has_autocast_kernel(op, device_type):
         because = "no rule: its library's autocast kernel is code (register_op can name a category)"
         return Rule(Category.FOLLOW, because, kernel=op.namespace != "aten")
     return Rule(Category.FOLLOW, "no rule: follows its inputs")

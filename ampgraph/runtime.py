@@ -8,19 +8,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ampgraph.internals import (
-    ambient_autocast,
-    disable_autocast,
-    queue_backward_callback,
-    untraced,
-)
+from ampgraph.internals.autocast import ambient_autocast, disable_autocast
+from ampgraph.internals.dynamo import untraced
+from ampgraph.internals.tensors import queue_backward_callback
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with autocast off inside; the backward of what it returns runs without it too.
 
     Needed for inner backends that leave eager autograd in charge ("eager"): AOTAutograd's own
-    runtime does the same for the others (see internals.autocast_off_at_run_time).
+    runtime does the same for the others (see internals/autocast.py: autocast_off_at_run_time).
     """
 
     @functools.wraps(function)

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from ampgraph.errors import OptionError
 from ampgraph.gradients import Part, norm_of, parts_of, root_of
-from ampgraph.internals import max_over_ranks, untraced
+from ampgraph.internals.dynamo import untraced
+from ampgraph.internals.ranks import max_over_ranks
 from ampgraph.kernels.unscale import check, unscale_
 from ampgraph.kernels.update_scale import update_scale_
 from ampgraph.steps import Skip, stepper_of, takes_scaler

@@ -21,15 +21,8 @@ from torch.optim import Optimizer
 
 from ampgraph.backend import compile_inner
 from ampgraph.gradients import parts_of
-from ampgraph.internals import (
-    HostFlag,
-    bare_step,
-    dynamo_errors,
-    has_step_pre_hooks,
-    source_name,
-    step_with_hooks,
-    strict_dynamo,
-)
+from ampgraph.internals.dynamo import dynamo_errors, source_name, strict_dynamo
+from ampgraph.internals.optim import HostFlag, bare_step, has_step_pre_hooks, step_with_hooks
 from ampgraph.kernels.unscale import unscale_
 from ampgraph.options import Options
 from ampgraph.passes.predicate_writes import predicate_writes

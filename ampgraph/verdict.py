@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ampgraph.internals import OpOverload, schema_of
+from ampgraph.internals.ops import OpOverload, schema_of
 from ampgraph.policy import ModuleRule, Policy
 from ampgraph.state import AutocastState
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampgraph.errors import VerifyError
 from ampgraph.graph import CAST, KEPT, PASS, captured, source_of
-from ampgraph.internals import enter_autocast, exit_autocast
+from ampgraph.internals.autocast import enter_autocast, exit_autocast
 
 
 def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:

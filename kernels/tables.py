@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampgraph.errors import AmpgraphError
-from ampgraph.internals import is_traced
+from ampgraph.internals.tensors import is_traced
 
 __all__ = ["BLOCK", "CODES", "current_device", "dense", "on_gpu", "rows", "traced_or_captured"]
 

@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.graph import CAST, PASS, VALUE, captured, like
-from ampgraph.internals import FakeTensorMode
+from ampgraph.internals.tensors import FakeTensorMode
 from ampgraph.passes.insert_casts import SHORT, SITE
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from ampgraph.decision import Decision
 from ampgraph.errors import StrictError
 from ampgraph.graph import KEPT, PASS, captured, op_name, source_of
-from ampgraph.internals import enter_autocast
+from ampgraph.internals.autocast import enter_autocast
 from ampgraph.oplists.strict import EXACT, EXACT_LOW, EXACT_WITH_FITTING_SCALAR
 from ampgraph.verify import graphs
 

@@ -36,15 +36,13 @@ from ampgraph.graph import (
     operands,
     source_of,
 )
-from ampgraph.internals import (
+from ampgraph.internals.autocast import disable_autocast
+from ampgraph.internals.ops import HigherOrderOperator, pre_dispatch, schema_of
+from ampgraph.internals.tensors import (
     FakeTensorMode,
-    HigherOrderOperator,
-    disable_autocast,
     functorch_level,
     functorch_unwound,
-    pre_dispatch,
     quiet_fake_errors,
-    schema_of,
 )
 from ampgraph.listener import Call, DataDependentError, LibraryKernelError, Listener
 from ampgraph.passes.bodies import plan_higher_order

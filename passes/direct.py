@@ -7,7 +7,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.graph import Operand, op_name
-from ampgraph.internals import schema_of
+from ampgraph.internals.ops import schema_of
 from ampgraph.listener import Call
 from ampgraph.passes.plan import Cast, Plan, Position
 from ampgraph.passes.rows import notes_of, row

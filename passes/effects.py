@@ -14,14 +14,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.graph import WRITES, captured
-from ampgraph.internals import (
-    HigherOrderOperator,
-    OpOverload,
-    is_functorch,
-    schema_of,
-    set_grad_enabled,
-    storage_of,
-)
+from ampgraph.internals.ops import HigherOrderOperator, OpOverload, schema_of
+from ampgraph.internals.tensors import is_functorch, set_grad_enabled, storage_of
 from ampgraph.passes.spellings import called, is_plain
 
 Root = Any  # a storage's address or a node, only ever compared

@@ -28,7 +28,7 @@ from ampgraph.graph import (
     op_name,
     references,
 )
-from ampgraph.internals import FakeTensorMode, is_functorch_wrapped
+from ampgraph.internals.tensors import FakeTensorMode, is_functorch_wrapped
 from ampgraph.verdict import widens
 
 WIDENINGS = frozenset("to float double type _to_copy".split())

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ampgraph.decision import Decision
 from ampgraph.graph import PASS, VALUE, WRITES, captured, like, op_name
-from ampgraph.internals import FakeTensorMode
+from ampgraph.internals.tensors import FakeTensorMode
 from ampgraph.kernels.unscale import OPS
 from ampgraph.passes.effects import Effects
 from ampgraph.passes.insert_casts import SHORT, SITE

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from ampgraph.errors import RewriteError
 from ampgraph.graph import PASS, VALUE, error_trace
-from ampgraph.internals import FakeTensor, FakeTensorMode, make_fx
+from ampgraph.internals.ops import make_fx
+from ampgraph.internals.tensors import FakeTensor, FakeTensorMode
 
 INLINED = "ampgraph_inlined"
 

@@ -19,13 +19,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.graph import CAST, KEPT, PASS, VALUE, WRITES, captured, is_mutable, like, references
-from ampgraph.internals import (
-    FakeTensorMode,
-    copy_dynamo_source,
-    enter_autocast,
-    exit_autocast,
-    new_graph_like,
-)
+from ampgraph.internals.autocast import enter_autocast, exit_autocast
+from ampgraph.internals.dynamo import copy_dynamo_source, new_graph_like
+from ampgraph.internals.tensors import FakeTensorMode
 from ampgraph.passes.plan import Cast, Plan, Plans
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}

@@ -31,7 +31,7 @@ from ampgraph.graph import (
     references,
     source_of,
 )
-from ampgraph.internals import FakeTensorMode, is_functorch_wrapped, storage_of
+from ampgraph.internals.tensors import FakeTensorMode, is_functorch_wrapped, storage_of
 from ampgraph.passes.cast_outputs import cast_before, output_of
 from ampgraph.passes.plan import Plan, Plans
 from ampgraph.verdict import tensors, widens

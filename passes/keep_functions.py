@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.graph import arguments, call, fresh, op_name
-from ampgraph.internals import autocast_as, autocast_asked, has_python_backward
+from ampgraph.internals.autocast import autocast_as, autocast_asked
+from ampgraph.internals.tensors import has_python_backward
 from ampgraph.passes.plan import Plan, Walk
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ampgraph.dispatch import judge
 from ampgraph.graph import CAST, captured, op_name
-from ampgraph.internals import OpOverload, composite_kernel, make_fx
+from ampgraph.internals.ops import OpOverload, composite_kernel, make_fx
 from ampgraph.listener import Call, carry_out, opens
 from ampgraph.mend import mend
 from ampgraph.policy import Category

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ampgraph.decision import Decision
-from ampgraph.internals import FakeTensorMode
+from ampgraph.internals.tensors import FakeTensorMode
 from ampgraph.policy import Policy
 from ampgraph.state import AutocastState
 

@@ -28,14 +28,9 @@ from ampgraph.graph import (
     fresh,
     no_guards,
 )
-from ampgraph.internals import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    copy_dynamo_source,
-    mark_new_input,
-    new_graph_like,
-    storage_of,
-)
+from ampgraph.internals.dynamo import copy_dynamo_source, mark_new_input, new_graph_like
+from ampgraph.internals.ops import TorchDispatchMode
+from ampgraph.internals.tensors import FakeTensorMode, storage_of
 from ampgraph.state import LOW_DTYPES
 from ampgraph.verdict import written
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampgraph.internals import enter_autocast, exit_autocast
+from ampgraph.internals.autocast import enter_autocast, exit_autocast
 from ampgraph.state import AutocastState, DeviceState
 
 _SETTERS = (

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, fx
 
 from ampgraph.graph import op_name
-from ampgraph.internals import FakeTensor, OpOverload, is_functorch_wrapped
+from ampgraph.internals.ops import OpOverload
+from ampgraph.internals.tensors import FakeTensor, is_functorch_wrapped
 
 # Our name: the names in torch, torch.Tensor, torch.linalg, operator and ATen.
 _SPELLED = {

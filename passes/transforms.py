@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.graph import arguments, call
-from ampgraph.internals import functorch_unwrapped, is_functorch
+from ampgraph.internals.tensors import functorch_unwrapped, is_functorch
 
 
 def transformed(

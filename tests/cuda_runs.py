@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ampgraph.internals import enter_autocast, exit_autocast
+from ampgraph.internals.autocast import enter_autocast, exit_autocast
 from program_runs import Outcome, annotate, called_node, run
 from programs import EAGER, NAME, Program, called, traced
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampgraph.internals import disable_autocast, quiet_fake_errors
+from ampgraph.internals.autocast import disable_autocast
+from ampgraph.internals.tensors import quiet_fake_errors
 from program_rows import ROWS, SINKS, WEIGHTS
 from programs import LOW, NAME, Block, Program, copied, namespace
 

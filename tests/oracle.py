@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampgraph.internals import detect_fake_mode, enter_autocast, exit_autocast
+from ampgraph.internals.autocast import enter_autocast, exit_autocast
+from ampgraph.internals.tensors import detect_fake_mode
 from ampgraph.pipeline import Rewritten, rewrite_graph
 from ampgraph.policy import Policy
 from ampgraph.state import AutocastState

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ampgraph.internals import enter_autocast, exit_autocast
+from ampgraph.internals.autocast import enter_autocast, exit_autocast
 
 NAME = re.compile(r"\b[bpvx]\d+\b")
 LOW = (torch.bfloat16, torch.float16)

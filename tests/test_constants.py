@@ -14,7 +14,7 @@ from torch import Tensor
 import ampgraph
 import oracle
 from ampgraph.backend import records_of
-from ampgraph.internals import op_names, schema_of
+from ampgraph.internals.ops import op_names, schema_of
 from ampgraph.oplists.scalars import CARRIERS, VALUE_SCALARS
 from support import ambient
 

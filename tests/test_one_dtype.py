@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import oracle
-from ampgraph.internals import (
+from ampgraph.internals.ops import (
     OpOverload,
     PreDispatchMode,
     composite_kernel,

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle
-from ampgraph.internals import quiet_fake_errors
+from ampgraph.internals.tensors import quiet_fake_errors
 from oracle import Call
 from test_opinfo import LOW, OPS, full_name, mixtures
 

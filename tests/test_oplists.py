@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from ampgraph import internals
 from ampgraph.errors import PolicyError
+from ampgraph.internals.ops import OpOverload, autocast_kernels, name_of, schema_of
 from ampgraph.oplists import (
     DEVICE_TYPES,
     Category,
@@ -71,7 +71,7 @@ def header_rules() -> dict[str, Category]:
 
 
 def test_the_cuda_list_is_the_headers() -> None:
-    registered = internals.autocast_kernels("cuda")
+    registered = autocast_kernels("cuda")
     beside = {op: rule for op, rule in BESIDE_THE_HEADER.items() if op in registered}
     wanted = header_rules() | beside
     assert difference(wanted, base_rules("cuda")) == []
@@ -84,7 +84,7 @@ def test_the_xpu_list_is_the_headers() -> None:
 
 @pytest.mark.parametrize("device_type", DEVICE_TYPES)
 def test_every_registered_op_is_listed_and_no_other(device_type: str) -> None:
-    registered = {op for op in internals.autocast_kernels(device_type) if op.startswith("aten::")}
+    registered = {op for op in autocast_kernels(device_type) if op.startswith("aten::")}
     listed = set(base_rules(device_type))
     assert sorted(registered - listed) == [], f"{device_type}: registered by torch, not listed"
     assert sorted(listed - registered) == [], f"{device_type}: listed, not registered by torch"
@@ -117,14 +117,14 @@ def test_ineligible_tensors_are_left_alone(device_type: str) -> None:
 
 def test_append_targets_exist_and_take_a_dtype() -> None:
     for op in cuda.APPEND_DTYPE & base_rules("cuda").keys():
-        schema = internals.schema_of(overload(append_target("cuda", op)))
+        schema = schema_of(overload(append_target("cuda", op)))
         assert schema.arguments[-1].name == "dtype", f"{schema} takes no dtype at the end"
 
 
 @pytest.mark.parametrize("device_type", DEVICE_TYPES)
 def test_each_row_is_an_op_of_this_torch(device_type: str) -> None:
     for op in base_rules(device_type):
-        assert internals.name_of(overload(op)) == op, f"{op} is not the dispatcher's name"
+        assert name_of(overload(op)) == op, f"{op} is not the dispatcher's name"
 
 
 def test_devices_share_as_few_ops_as_the_docstring_says() -> None:
@@ -186,7 +186,7 @@ def observed_category(op: str, device_type: str) -> Category:
         raise
     low, both = reaching(op, device_type, LOW), reaching(op, device_type, LOW, F32)
     if low == ({LOW}, {F32}):
-        has_dtype = any(a.name == "dtype" for a in internals.schema_of(overload(op)).arguments)
+        has_dtype = any(a.name == "dtype" for a in schema_of(overload(op)).arguments)
         return Category.SET_DTYPE if has_dtype else Category.APPEND_DTYPE
     seen = (wide[0], low[0], both[0])
     effects = {
@@ -225,7 +225,7 @@ def reaching(
 
 
 def arguments_for(
-    op: internals.OpOverload,
+    op: OpOverload,
     device_type: str,
     tensors: tuple[torch.dtype, ...],
     dtype: torch.dtype | None,
@@ -233,7 +233,7 @@ def arguments_for(
     """Arguments that fit the schema: no kernel runs, so shapes need not make sense."""
     dtypes = itertools.chain(tensors, itertools.repeat(tensors[-1]))
     args, kwargs = [], {}
-    for argument in internals.schema_of(op).arguments:
+    for argument in schema_of(op).arguments:
         value = dtype if argument.name == "dtype" else value_for(argument, device_type, dtypes)
         if argument.kwarg_only:
             kwargs[argument.name] = value
@@ -267,9 +267,9 @@ def tensor(device_type: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(2, 2, dtype=dtype, device=device_type)
 
 
-def overload(name: str) -> internals.OpOverload:
+def overload(name: str) -> OpOverload:
     """The overload with a dispatcher's name."""
     op, _, suffix = name.removeprefix("aten::").partition(".")
     found = getattr(getattr(torch.ops.aten, op), suffix or "default")
-    assert isinstance(found, internals.OpOverload), f"{name} is no op"
+    assert isinstance(found, OpOverload), f"{name} is no op"
     return found

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.testing._internal.common_methods_invocations import op_db
 
-from ampgraph import internals, opnames
+from ampgraph import opnames
 from ampgraph.errors import PolicyError
+from ampgraph.internals.ops import PreDispatchMode, pre_dispatch
 from ampgraph.oplists.functions import CALLS, COMPOSITES
 
 aten = torch.ops.aten
@@ -160,7 +161,7 @@ CALLS_BY_HAND: dict[str, Callable[[], Any]] = {
 }
 
 
-class Recorder(internals.PreDispatchMode):
+class Recorder(PreDispatchMode):
     """Records the ops as autocast would meet them, composites whole."""
 
     def __init__(self) -> None:
@@ -201,7 +202,7 @@ def ops_called(call: Callable[[], Any]) -> list[str] | EllipsisType:
     """The ops of one call, or ... where the sample is not for this spelling of the function."""
     recorder = Recorder()
     try:
-        with internals.pre_dispatch(recorder):
+        with pre_dispatch(recorder):
             call()
     except (TypeError, AttributeError, RuntimeError, ValueError):
         return ...

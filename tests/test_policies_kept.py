@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampgraph
-from ampgraph import AmpgraphWarning, Policy, internals
+from ampgraph import AmpgraphWarning, Policy
+from ampgraph.internals import dynamo
 from support import BF16, FP32
 
 # Dynamo's, about what it passes on after a graph break.
@@ -44,7 +45,7 @@ def test_reports_are_of_the_graphs_that_ran_for_the_callable() -> None:
 def test_many_policies_on_one_class(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than Dynamo's own limit, which torch.compile only takes as a keyword since 2.13."""
     if not known:
-        monkeypatch.setattr(internals, "supported", lambda **keywords: {})
+        monkeypatch.setattr(dynamo, "supported", lambda **keywords: {})
     x, also = torch.randn(2, 4), ("relu", "tanh", "exp", "log", "sin", "cos", "erf", "neg", "abs")
     policies = [GELU, *(GELU.deny(f"aten::{op}") for op in also)]
     for policy in policies:

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from ampgraph.errors import RewriteError
-from ampgraph.internals import source_name
+from ampgraph.internals.dynamo import source_name
 from ampgraph.passes.predicate_writes import Predicated, predicate_writes
 from shown import see, text
 

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 
-from ampgraph import internals
 from ampgraph.errors import PolicyError
+from ampgraph.internals.ops import autocast_kernels
 from ampgraph.oplists import cpu, cuda, mps, xpu
 
 __all__ = [
@@ -90,7 +90,7 @@ def base_rules(device_type: str) -> Mapping[str, Category]:
     not a key has no rule.
     """
     rows = _ALL_ROWS[check_device_type(device_type)]
-    registered = internals.autocast_kernels(device_type)
+    registered = autocast_kernels(device_type)
     return MappingProxyType({op: rows[op] for op in sorted(rows) if op in registered})
 
 
