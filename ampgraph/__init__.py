@@ -1,6 +1,7 @@
 """ampgraph: mixed precision as a graph transform for torch.compile."""
 
 from ampgraph.compiler import compile
+from ampgraph.copies import refresh
 from ampgraph.decision import Decision
 from ampgraph.errors import AmpgraphWarning
 from ampgraph.explain import explain, reports
@@ -17,6 +18,7 @@ __all__ = [
     "Report",
     "compile",
     "explain",
+    "refresh",
     "register_op",
     "reports",
     "rewrite",

@@ -5,10 +5,12 @@
 """
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import inspect
 import logging
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +22,13 @@ import torch
 from torch import Tensor, fx
 
 from ampgraph import passes
+from ampgraph.copies import Reader
 from ampgraph.errors import AmpgraphWarning
+from ampgraph.graph import captured
 from ampgraph.internals.autocast import (
     ambient_autocast,
     autocast_off_at_run_time,
+    casts_may_be_kept,
     cpu_has_bf16_units,
 )
 from ampgraph.internals.dynamo import (
@@ -44,6 +49,7 @@ from ampgraph.pipeline import Rewritten, rewrite_graph
 from ampgraph.place import NOWHERE, Place, place_of_frame, uneven_rules
 from ampgraph.policy import Policy
 from ampgraph.runtime import without_autocast
+from ampgraph.staleness import Checker
 from ampgraph.state import AutocastState, DeviceState
 from ampgraph.verify import graphs
 
@@ -74,14 +80,16 @@ class Record:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a compiled callable that is going on: the graphs it ran, and whether Dynamo gave up
-    compiling for it.
+    """A call of a compiled callable that is going on: the graphs it ran, whether Dynamo gave up
+    compiling for it, and whether the caller's autocast lets casts be kept (our own region does
+    not).
 
     Dynamo shares graphs between callables, so each graph notes itself where it runs.
     """
 
     records: dict[Record, None] = field(default_factory=dict[Record, None])
     limit: str = ""
+    casts_kept: bool = True
 
 
 calling: ContextVar[Call | None] = ContextVar("ampgraph_calling", default=None)
@@ -114,7 +122,38 @@ def compile_captured(
     result = rewrite_captured(gm, inputs, options)
     record = Record(dynamo_frame_id(), result, graph_break_of(gm))
     note(record)  # also where the inner backend fails
-    return compile_inner(result.after, inputs, options), record
+    if not result.copies:
+        return compile_inner(result.after, inputs, options), record
+    places = [n for n in result.after.graph.nodes if n.op == "placeholder"]
+    copies = [captured(node) for node in places[-len(result.copies) :]]
+    compiled = compile_inner(result.after, [*inputs, *copies], options)
+    return reading(compiled, reader_of(result, options)), record
+
+
+def reader_of(result: Rewritten, options: Options) -> Reader:
+    """What finds the copies that a rewritten graph reads."""
+    params = [
+        operator.attrgetter(read.attribute)(result.after) if read.place is None else read.place
+        for read in result.copies
+    ]
+    checked = options.weight_copies == "verify"
+    checker = Checker([read.name for read in result.copies]) if checked else None
+    return Reader(params, [read.dtype for read in result.copies], result.grad, checker)
+
+
+def reading(function: Callable[..., Any], reader: Reader) -> Callable[..., Any]:
+    """A compiled graph that is handed its copies as its last inputs."""
+
+    def run(*args: Any) -> Any:
+        return function(*args, *reader.read(args, casts_kept()))
+
+    return run
+
+
+def casts_kept() -> bool:
+    """Whether the caller's autocast lets casts be kept from call to call."""
+    call = calling.get()
+    return casts_may_be_kept() if call is None else call.casts_kept
 
 
 def note(record: Record) -> None:
@@ -207,11 +246,15 @@ def rewrite_captured(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
         grad=torch.is_grad_enabled() or turns_grad_on(gm),
         strict=options.strict,
         place=place,
+        weight_copies=bool(options.weight_copies),
     )
     if options.strict:
         check_strict(result.after, result.decisions, options.inner)
     for row in result.decisions:
         log.debug("%s: %s in %s (%s)", row.node, row.op, row.dtype, row.because)
+    if result.copies and not casts_kept():
+        told = "weight copies: not used while the caller's torch.autocast has cache_enabled=False"
+        result = dataclasses.replace(result, notes=(*result.notes, told))
     for note in result.notes:
         log.info("%s", note)
     return result

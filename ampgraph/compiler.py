@@ -22,6 +22,7 @@ from ampgraph.backend import (
     Call,
     Record,
     calling,
+    casts_kept,
     device_type_of,
     entry_state,
     warn,
@@ -59,7 +60,8 @@ class Door:
     @untraced
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `run`, the compiled callable, inside its autocast region."""
-        call, around = Call(), calling.get()
+        around = calling.get()
+        call = Call(casts_kept=casts_kept())
         outer = calling.set(call)
         try:
             out = self._in_region(run, args, kwargs, call)
@@ -223,6 +225,7 @@ def compile(
     mode: str | None = None,
     outputs: Any = None,
     strict: bool = False,
+    weight_copies: Literal[False, True, "verify"] = False,
     options: Mapping[str, Any] | None = None,
     **torch_compile_kwargs: Any,
 ) -> Any:
@@ -236,6 +239,9 @@ def compile(
         mode, options: Inductor's mode and options.
         outputs: "autocast" (the default here) or "original".
         strict: bit-equal to eager autocast, or a StrictError.
+        weight_copies: True reads float32 parameters from low-precision copies that are kept beside
+            them and renewed when they change; writes that nothing shows need `ampgraph.refresh`.
+            "verify" looks for such writes and raises StaleCopyError.
         torch_compile_kwargs: `fullgraph`, `dynamic` and others of torch.compile.
 
     Returns:
@@ -246,6 +252,7 @@ def compile(
     """
     asked = {"dtype": dtype, "policy": policy, "inner": inner, "mode": mode}
     asked |= {"outputs": outputs or "autocast", "strict": strict}
+    asked["weight_copies"] = weight_copies
     twice = asked.keys() & (options or {}).keys()
     if twice:
         raise OptionError(

@@ -27,15 +27,18 @@ class Decision:
 
 @dataclass(frozen=True)
 class CastCounts:
-    """Casts inserted by the rewrite, of these removed again as lossless, and left in the graph."""
+    """Casts inserted by the rewrite; of these removed again as lossless, left in the graph, and
+    replaced by a copy of the weight."""
 
     inserted: int = 0
     removed: int = 0
     left: int = 0
+    copied: int = 0
 
     def __add__(self, other: "CastCounts") -> "CastCounts":
         return CastCounts(
             self.inserted + other.inserted,
             self.removed + other.removed,
             self.left + other.left,
+            self.copied + other.copied,
         )

@@ -73,6 +73,13 @@ class StrictError(AmpgraphError):
     template = "not bit-equal to eager autocast: {}"
 
 
+class StaleCopyError(AmpgraphError):
+    """A parameter was written to in a way that nothing shows, and its copy was read: found by
+    `weight_copies="verify"`."""
+
+    template = "a weight copy is stale: {}"
+
+
 class UnsupportedGraphError(AmpgraphError):
     """The graph is of a kind that is refused: joint, post-autograd, or not an FX graph at all."""
 

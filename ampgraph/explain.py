@@ -116,6 +116,7 @@ def _asked(own: Options, policy: Any, dtype: Any, inner: Any) -> Options:
         policy=given.policy or own.policy,
         dtype=given.dtype or own.dtype,
         outputs=own.outputs,
+        weight_copies=own.weight_copies,
         inner=inner,
     )
 

@@ -189,6 +189,13 @@ def _module_path(path: str) -> str:
     return re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
 
 
+def input_path(source: str) -> str:
+    """`L['self']._modules['lin']._parameters['weight']` is `lin.weight`, `L['x'][0]` is `x[0]`."""
+    if "._parameters[" not in source:
+        return re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
+    return _module_path(re.sub(r"\._parameters\['([^']*)'\]", r".\1", source))
+
+
 def op_name(target: Any) -> str:
     """A readable name for a node's target: `aten.linear`, `cond`, `getitem`."""
     if isinstance(target, OpOverload):

@@ -45,6 +45,8 @@ class Options:
         mode: Inductor's mode.
         outputs: "autocast", "original", or None (see README, "which door").
         strict: bit-equal to eager autocast, or an error.
+        weight_copies: read parameters from low-precision copies that are kept beside them; with
+            "verify" the copies are compared with the parameters, a part in each call.
         inductor: Inductor's own options.
     """
 
@@ -54,6 +56,7 @@ class Options:
     mode: str | None = None
     outputs: Literal["autocast", "original"] | None = None
     strict: bool = False
+    weight_copies: Literal[False, True, "verify"] = False
     inductor: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
@@ -74,6 +77,9 @@ class Options:
             mode=mode,
             outputs=_one_of("outputs", ours.get("outputs"), (None, "autocast", "original")),
             strict=_one_of("strict", ours.get("strict", False), (True, False)),
+            weight_copies=_one_of(
+                "weight_copies", ours.get("weight_copies", False), (False, True, "verify")
+            ),
             inductor=given,
         )
 

@@ -21,6 +21,7 @@ from ampgraph.passes.fuse_scaling import fuse_scaling
 from ampgraph.passes.insert_casts import Inserter
 from ampgraph.passes.keep_aliases import keep_aliases
 from ampgraph.passes.plan import Plans
+from ampgraph.passes.read_copies import Copies, Read, read_copies
 from ampgraph.passes.rows import notes_of
 from ampgraph.place import NOWHERE, Place
 from ampgraph.policy import Policy
@@ -43,11 +44,13 @@ class Program:
     grad: bool
     strict: bool = False
     place: Place = NOWHERE
+    weight_copies: bool = False
     plans: Plans = field(default_factory=Plans)
     after: fx.GraphModule | None = None
     made: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])  # from before to after
     inserted: int = 0
     fused: tuple[Decision, ...] = ()
+    copies: Copies = field(default_factory=Copies)
 
     @property
     def graph(self) -> fx.GraphModule:
@@ -96,6 +99,11 @@ def _fuse_scaling(p: Program) -> None:
         p.fused = fuse_scaling(p.graph, p.mode, p.grad)
 
 
+def _read_copies(p: Program) -> None:
+    if p.weight_copies:
+        p.copies = read_copies(p.graph, p.mode, p.grad)
+
+
 def _verify(p: Program) -> None:
     verify(p.graph)
     if settings.settings().verify == "full":
@@ -110,6 +118,7 @@ PASSES: tuple[Callable[[Program], None], ...] = (
     _restore_outputs,
     _fold_casts,
     _fuse_scaling,
+    _read_copies,
     _verify,
 )
 
@@ -125,6 +134,8 @@ class Rewritten:
     seconds: float
     notes: tuple[str, ...]
     state: AutocastState
+    grad: bool
+    copies: tuple[Read, ...] = ()
 
 
 def rewrite_graph(
@@ -136,6 +147,7 @@ def rewrite_graph(
     grad: bool,
     strict: bool = False,
     place: Place = NOWHERE,
+    weight_copies: bool = False,
 ) -> Rewritten:
     """Run every pass over a captured graph, which is left as it is.
 
@@ -147,20 +159,25 @@ def rewrite_graph(
         grad: whether gradients may be wanted: then every use has a cast of its own.
         strict: leave out what rounds differently from eager.
         place: the modules around the graph, which module rules may mean.
+        weight_copies: read parameters from copies: the new graph's last inputs.
     """
     started = time.perf_counter()
-    program = Program(gm, fake_mode_of(gm), policies, state, outputs, grad, strict, place)
+    program = Program(
+        gm, fake_mode_of(gm), policies, state, outputs, grad, strict, place, weight_copies
+    )
     for run in PASSES:
         _logged(run, program)
-    left = count_casts(program.graph)
+    left, copied = count_casts(program.graph), program.copies.casts
     return Rewritten(
         before=gm,
         after=program.graph,
         decisions=program.plans.rows + program.fused,
-        casts=CastCounts(program.inserted, program.inserted - left, left),
+        casts=CastCounts(program.inserted, program.inserted - copied - left, left, copied),
         seconds=time.perf_counter() - started,
-        notes=program.plans.notes + notes_of(program.fused),
+        notes=(*program.plans.notes, *notes_of(program.fused), *program.copies.notes),
         state=state,
+        grad=grad,
+        copies=tuple(program.copies.reads),
     )
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from ampgraph.decision import CastCounts, Decision
 from ampgraph.files import write_whole
+from ampgraph.passes.read_copies import Read
 from ampgraph.pipeline import Rewritten
 
 WIDTH = 140
@@ -66,6 +67,12 @@ class Report:
     def notes(self) -> tuple[str, ...]:
         """Repairs, constants kept finite and fused kernels, one sentence each."""
         return tuple(note for graph in self.graphs for note in graph.notes)
+
+    @property
+    def copies(self) -> tuple[Read, ...]:
+        """The weight copies that the graphs read, each once."""
+        found = (read for graph in self.graphs for read in graph.copies)
+        return tuple({(read.name, read.dtype): read for read in found}.values())
 
     @property
     def before(self) -> fx.GraphModule:
@@ -122,6 +129,10 @@ class Report:
         casts = self.casts
         told = f"{len(self.graphs)} graph(s); ops: {ops or 'none'}; casts: "
         told += f"{casts.inserted} inserted, {casts.removed} removed, {casts.left} left"
+        if self.copies:
+            size = sum(read.bytes for read in self.copies) / 1e6
+            told += f", {casts.copied} read from weight copies ({len(self.copies)} tensors, "
+            told += f"{size:.1f} MB)"
         if self.backward is not None:
             back = ", ".join(f"{n} in {short(d)}" for d, n in self.backward.items())
             told += f"; backward ops: {back or 'none'}"

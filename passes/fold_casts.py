@@ -10,6 +10,7 @@ user's narrowing cast stays, for it is not marked as inserted.
     f = x.float(); v = f.view(s); c = _to_copy(v, bf16)   ->   c = x.view(s)        (x is bf16)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,7 @@ def _detour(cast: fx.Node) -> Detour | None:
     """The way from a narrow tensor to the cast back to its dtype."""
     views: list[fx.Node] = []
     node = cast.args[0]
-    while isinstance(node, fx.Node) and _is_view(node):
+    while isinstance(node, fx.Node) and is_view(node):
         views.insert(0, node)
         node = node.args[0]
     narrow = _operand(node) if isinstance(node, fx.Node) and _name(node) in WIDENINGS else None
@@ -97,7 +98,7 @@ def _operand(node: fx.Node) -> fx.Node | None:
     return first if whole and isinstance(first, fx.Node) and tensors == [first] else None
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """A view or a copy of some elements, each once, with their bits as they are."""
     base = _operand(node) if _name(node) in VIEWS else None
     if base is None or captured(base).dtype != captured(node).dtype:
@@ -107,15 +108,16 @@ def _is_view(node: fx.Node) -> bool:
     return not any(isinstance(part, (list, bool)) for part in parts)  # these gather elements
 
 
-def _uses(node: fx.Node) -> int:
+def uses(node: fx.Node) -> int:
+    """How often a node is an operand."""
     return sum(references(user).count(node) for user in node.users)
 
 
 def _same_gradient(found: Detour) -> bool:
     """Whether the narrow tensor's gradient is the same sum, rounded as often."""
-    alone = all(_uses(node) == 1 for node in (found.widening, *found.views))
-    others = _uses(found.narrow) - 1
-    return alone and (others == 0 or others + _uses(found.cast) <= 2)
+    alone = all(uses(node) == 1 for node in (found.widening, *found.views))
+    others = uses(found.narrow) - 1
+    return alone and (others == 0 or others + uses(found.cast) <= 2)
 
 
 def _may_need_grad(node: fx.Node) -> bool:
@@ -125,8 +127,8 @@ def _may_need_grad(node: fx.Node) -> bool:
 
 def _fold(gm: fx.GraphModule, found: Detour, mode: FakeTensorMode) -> int:
     """Put the narrow tensor in the cast's place, unless its elements would lie elsewhere."""
-    values = _replayed(found, mode)
-    if not values or _layout(values[-1]) != _layout(captured(found.cast)):
+    values = replay(found.views, fresh(captured(found.narrow), mode), mode)
+    if not values or layout(values[-1]) != layout(captured(found.cast)):
         return 0
     new = found.narrow
     for view, value in zip(found.views, values[1:], strict=True):
@@ -142,11 +144,11 @@ def _fold(gm: fx.GraphModule, found: Detour, mode: FakeTensorMode) -> int:
     return 1
 
 
-def _replayed(found: Detour, mode: FakeTensorMode) -> list[Tensor]:
+def replay(views: Sequence[fx.Node], narrow: Tensor, mode: FakeTensorMode) -> list[Tensor]:
     """The narrow tensor and its views; none where a view only works on the wide tensor's copy."""
-    values: list[Tensor] = [fresh(captured(found.narrow), mode)]
-    env = {r: captured(r) for view in found.views for r in references(view)}
-    for view in found.views:
+    values: list[Tensor] = [narrow]
+    env = {r: captured(r) for view in views for r in references(view)}
+    for view in views:
         args, kwargs = arguments(view, env)
         try:
             with mode, torch.no_grad(), no_guards(mode):
@@ -156,7 +158,7 @@ def _replayed(found: Detour, mode: FakeTensorMode) -> list[Tensor]:
     return values
 
 
-def _layout(tensor: Tensor) -> tuple[str, ...]:
+def layout(tensor: Tensor) -> tuple[str, ...]:
     """Strides where they matter, as text: comparing symbolic ones would leave guards."""
     pairs = zip(map(str, tensor.size()), map(str, tensor.stride()), strict=True)
     return tuple("" if size == "1" else stride for size, stride in pairs)

@@ -55,7 +55,7 @@ def predicate_writes(gm: fx.GraphModule, grads: Iterable[str]) -> Predicated:
             waited for. What fake tensors raise on a node that they cannot run.
     """
     mode = fake_mode_of(gm)
-    values, storages = _run(gm, mode)
+    values, storages = run_on_fakes(gm, mode)
     wanted = set(grads)
     scaled = [n for n in gm.graph.nodes if n.op == "placeholder" and n.name in wanted]
     changed = [node for node, value in values.items() if storage_of(value) in storages]
@@ -87,7 +87,9 @@ class Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(gm: fx.GraphModule, mode: FakeTensorMode) -> tuple[dict[fx.Node, Tensor], set[int]]:
+def run_on_fakes(
+    gm: fx.GraphModule, mode: FakeTensorMode
+) -> tuple[dict[fx.Node, Tensor], set[int]]:
     """Run the graph on fake tensors: its inputs, each once, and the storages it wrote to."""
     env: dict[fx.Node, Any] = {}
     first: dict[str, fx.Node] = {}  # an attribute may be read twice

@@ -26,6 +26,11 @@ def ambient_autocast() -> dict[str, torch.dtype]:
     }
 
 
+def casts_may_be_kept() -> bool:
+    """Whether the caller's own autocast, if one is on, may keep casts from call to call."""
+    return torch.is_autocast_cache_enabled() or not torch._C._is_any_autocast_enabled()
+
+
 def disable_autocast() -> contextlib.AbstractContextManager[None]:
     """Autocast off on every device, also for the autocast keys below us."""
     return torch._C._DisableAutocast()

@@ -5,6 +5,7 @@
 import contextlib
 import inspect
 import logging
+import operator
 import re
 import sys
 import types
@@ -38,12 +39,15 @@ __all__ = [
     "inductor",
     "inductor_options",
     "inline_as",
+    "is_from_fsdp",
     "lookup_backend",
     "mark_new_input",
+    "mark_static_input",
     "modules_being_called",
     "new_graph_like",
     "on_recompile_limit",
     "original_module",
+    "real_input",
     "source_name",
     "strict_dynamo",
     "supported",
@@ -281,6 +285,32 @@ def new_graph_like(graph: torch.fx.Graph) -> torch.fx.Graph:
 def mark_new_input(placeholder: torch.fx.Node) -> None:
     """An input that Dynamo knows nothing of: AOTAutograd asks every placeholder for its source."""
     placeholder._dynamo_source = None
+
+
+def mark_static_input(placeholder: torch.fx.Node) -> None:
+    """A new input whose address stays the same from call to call, which CUDA graphs may rely on."""
+    mark_new_input(placeholder)
+    placeholder.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def real_input(gm: torch.fx.GraphModule, node: torch.fx.Node) -> torch.Tensor | None:
+    """The tensor that a placeholder or an attribute of Dynamo's graph stands for, if it is known.
+
+    A fake tensor does not tell whether the real one is an inference tensor.
+    """
+    if node.op == "get_attr":
+        found: Any = operator.attrgetter(str(node.target))(gm)
+    else:
+        found = getattr(node.meta.get("grapharg"), "example", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def is_from_fsdp(placeholder: torch.fx.Node) -> bool:
+    """Whether Dynamo found an input in a module that FullyShardedDataParallel manages."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    found = getattr(source, "guard_source", None)
+    found = found() if callable(found) else found  # a method up to torch 2.12
+    return found is not None and bool(found.is_fsdp_module())
 
 
 def copy_dynamo_source(old: torch.fx.Node, new: torch.fx.Node) -> None:

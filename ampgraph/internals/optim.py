@@ -7,7 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
@@ -45,9 +50,20 @@ def step_with_hooks(optimizer: torch.optim.Optimizer, run: Callable[[], Any]) ->
     return out
 
 
+_OUR_HOOKS: list[Callable[..., None]] = []  # which look at no gradient
+
+
+def on_every_step(before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Call `before(optimizer, args, kwargs)` and `after` around each step of each optimizer."""
+    _OUR_HOOKS.append(before)
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody looks at the gradients right before a step."""
-    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
+    everywhere = [h for h in _global_optimizer_pre_hooks.values() if h not in _OUR_HOOKS]
+    return bool(everywhere or optimizer._optimizer_step_pre_hooks)
 
 
 class HostFlag:

@@ -17,12 +17,14 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "WeakStorage",
     "detect_fake_mode",
     "functorch_level",
     "functorch_unwound",
@@ -31,13 +33,16 @@ __all__ = [
     "hide_fake_errors",
     "is_functorch",
     "is_functorch_wrapped",
+    "is_shared",
     "is_traced",
     "is_wrapper_subclass",
     "needs_elements",
     "queue_backward_callback",
     "quiet_fake_errors",
     "set_grad_enabled",
+    "storage_address",
     "storage_of",
+    "under_dispatch_mode",
     "unset_fake_temporarily",
 ]
 
@@ -73,6 +78,29 @@ def queue_backward_callback(function: Callable[[], None]) -> None:
 def storage_of(tensor: torch.Tensor) -> int:
     """The identity of a tensor's memory, which its views share; of fake memory, too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+# As `storage_of`, and quicker, of tensors that have real memory.
+storage_address: Callable[[torch.Tensor], int] = getattr(torch._C, "_storage_address", storage_of)
+WeakStorage = StorageWeakRef  # while one is held, no other storage gets the address
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor looks at the same memory: an alias, or one saved for a backward."""
+    return _owners(tensor) > _ALONE
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    """How many there are of a tensor's memory, with the handle that this makes."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = _owners(torch.empty(1, device="cpu"))
+
+
+def under_dispatch_mode() -> bool:
+    """Whether ops are shown to a mode that may record or replace them: fake tensors, a tracer."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def is_traced(value: torch.Tensor) -> bool:
