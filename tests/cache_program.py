@@ -57,6 +57,7 @@ def main(again: bool) -> None:
     run("plain", in_region(torch.compile(Net(8))))
     run("backend", in_region(torch.compile(Net(16), backend="ampgraph")))
     run("compile", ampgraph.compile(Net(24)))
+    run("copies", ampgraph.compile(Net(32), weight_copies=True))
     if again:
         policy = ampgraph.Policy.autocast("cpu").deny("aten::linear")
         run("other policy", ampgraph.compile(Net(24), policy=policy))

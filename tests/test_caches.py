@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("cache_program.py")
-DOORS = ("plain", "backend", "compile")
+DOORS = ("plain", "backend", "compile", "copies")
 # hits, misses and bypasses; forward and backward are two entries of Inductor's
 HIT = {"aot": [1, 0, 0], "inductor": [2, 0, 0]}
 MISS = {"aot": [0, 1, 0], "inductor": [0, 2, 0]}

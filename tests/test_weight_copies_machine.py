@@ -76,6 +76,16 @@ class Weights(RuleBasedStateMachine):
     @initialize(seed=SEEDS)
     def seeded(self, seed: int) -> None:
         torch.manual_seed(seed)
+        self.evaluate_all()
+
+    def teardown(self) -> None:
+        self.evaluate_all()
+
+    @rule()
+    def evaluate_all(self) -> None:
+        for which in (0, 1):
+            for door in (0, 1):
+                self.evaluate(which, door)
 
     def weight(self, which: int, layer: int) -> Any:
         """A parameter, also where a parametrization has taken its name."""
