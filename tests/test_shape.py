@@ -42,7 +42,13 @@ FLOORS = (
         "ampgraph.verify",
     ),
     ("ampgraph.opnames", "ampgraph.oplists*", "ampgraph.policy", "ampgraph.policyfile"),
-    ("ampgraph.errors", "ampgraph.files", "ampgraph.internals*", "ampgraph.settings"),
+    (
+        "ampgraph.errors",
+        "ampgraph.fakecuda*",
+        "ampgraph.files",
+        "ampgraph.internals*",
+        "ampgraph.settings",
+    ),
 )
 
 
