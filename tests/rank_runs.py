@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -192,10 +192,25 @@ def fsdp1_is_like_sharded_grad_scaler() -> None:
 
 
 def fsdp1_clips_over_its_shards() -> None:
-    """As FullyShardedDataParallel.clip_grad_norm_, whatever a rank's shards are."""
-    for orig, p in product((False, True), (2.0, 1.0, math.inf)):
+    """As FullyShardedDataParallel.clip_grad_norm_, whatever a rank's shards are, or copies."""
+    alone = [dist.new_group([rank]) for rank in RANKS][dist.get_rank()]
+    everyone = dist.new_group(list(RANKS))
+    ways: list[tuple[ShardingStrategy, Any]] = [
+        (ShardingStrategy.FULL_SHARD, None),
+        (ShardingStrategy.NO_SHARD, None),
+        (ShardingStrategy.HYBRID_SHARD, (everyone, alone)),
+        (ShardingStrategy.HYBRID_SHARD, (alone, everyone)),
+    ]
+    cases = product((False, True), (2.0, 1.0, math.inf), ways)
+    for orig, p, (strategy, group) in cases:
         model, other = (
-            FullyShardedDataParallel(network(), use_orig_params=orig, device_id=torch.device("cpu"))
+            FullyShardedDataParallel(
+                network(),
+                process_group=group,
+                sharding_strategy=strategy,
+                use_orig_params=orig,
+                device_id=torch.device("cpu"),
+            )
             for _ in range(2)
         )
         model(batch(0, dist.get_rank())).sum().backward()

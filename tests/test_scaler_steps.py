@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim import Optimizer
 
 from ampgraph.steps import CapturedStep, FusedStep
 from scaler_runs import (
     MakeOptimizer,
+    OfAUser,
     Reads,
     backward,
     gradients,
@@ -194,17 +195,6 @@ def test_gradients_stay_scaled_where_the_step_is_captured() -> None:
     backward(scaler, params, gradients(0))
     scaler.step(optim.Adam(params))
     torch.testing.assert_close([p.grad for p in params], [g * 8 for g in gradients(0)])
-
-
-class OfAUser(Optimizer):
-    """What the optimizers below have in common."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def with_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """The parameters that have a gradient, each with it."""
-        return [(p, p.grad) for p in parameters_of(self) if p.grad is not None]
 
 
 class HostCounter(OfAUser):
