@@ -121,7 +121,7 @@ class GradScaler(torch.amp.GradScaler):
         self._stepped: frozenset[int] = frozenset()  # by id: who has stepped since the last scale()
         self._skipped: Any = None
         self._empty_steps = 0
-        self._last_found = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._last_found = WeakIdKeyDictionary()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
@@ -452,7 +452,7 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._enabled:
-            self._last_found = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+            self._last_found = WeakIdKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
         twin = type(self).__new__(type(self))

@@ -90,14 +90,15 @@ class BesideParameters(OfAUser):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.state["t"] = torch.zeros(())
+        self.own: Any = self.state
+        self.own["t"] = torch.zeros(())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.state["t"].add_(1)
-        self.state["seen"] = True
+        self.own["t"].add_(1)
+        self.own["seen"] = True
         for param, grad in self.with_gradients():
-            param.sub_(grad / self.state["t"])
+            param.sub_(grad / self.own["t"])
 
 
 class Lion(OfAUser):
@@ -246,7 +247,7 @@ def test_a_wrapped_step_is_called(when: str) -> None:
     """Also one that is wrapped when the optimizer has been captured already."""
     found = []
     for scaler in (ours(), theirs()):
-        params, calls = parameters(), []
+        params, calls = parameters(), list[int]()
         opt = optim.SGD(params, lr=0.1)
         if when == "later":
             steps(scaler, opt, params, [0, 1])
@@ -452,7 +453,12 @@ def test_state_is_looked_at_only_while_it_comes_to_be(monkeypatch: pytest.Monkey
     """After that a step costs nothing for each parameter; what comes later is noticed."""
     looks: list[int] = []
     keys = CapturedStep.keys
-    monkeypatch.setattr(CapturedStep, "keys", lambda self: (looks.append(1), keys(self))[1])
+
+    def counted(self: CapturedStep) -> Any:
+        looks.append(1)
+        return keys(self)
+
+    monkeypatch.setattr(CapturedStep, "keys", counted)
     params, scaler = parameters(), ours()
     opt = optim.SGD(params[:2], lr=0.1, momentum=0.9, dampening=0.5)
     steps(scaler, opt, params, [0, 1])

@@ -18,7 +18,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     not known: an instance's own `step` (an LR scheduler's counter is known), a differentiable one,
     what is no `torch.optim.Optimizer` or has not called its `__init__`.
     """
-    own = vars(optimizer).get("step")
+    own: Any = vars(optimizer).get("step")
     step: Any = type(optimizer).step
     counted = hasattr(own, "_wrapped_by_lr_sched") and own.__wrapped__ is step
     if own is not None and not counted:

@@ -60,7 +60,7 @@ def is_flattened(param: torch.Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False)
 
 
-_sharded_over: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_sharded_over: Any = WeakIdKeyDictionary()
 
 
 @untraced
