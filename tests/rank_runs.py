@@ -192,25 +192,10 @@ def fsdp1_is_like_sharded_grad_scaler() -> None:
 
 
 def fsdp1_clips_over_its_shards() -> None:
-    """As FullyShardedDataParallel.clip_grad_norm_, whatever a rank's shards are, or copies."""
-    alone = [dist.new_group([rank]) for rank in RANKS][dist.get_rank()]
-    everyone = dist.new_group(list(RANKS))
-    ways: list[tuple[ShardingStrategy, Any]] = [
-        (ShardingStrategy.FULL_SHARD, None),
-        (ShardingStrategy.NO_SHARD, None),
-        (ShardingStrategy.HYBRID_SHARD, (everyone, alone)),
-        (ShardingStrategy.HYBRID_SHARD, (alone, everyone)),
-    ]
-    cases = product((False, True), (2.0, 1.0, math.inf), ways)
-    for orig, p, (strategy, group) in cases:
+    """As FullyShardedDataParallel.clip_grad_norm_, whatever a rank's shards are."""
+    for orig, p in product((False, True), (2.0, 1.0, math.inf)):
         model, other = (
-            FullyShardedDataParallel(
-                network(),
-                process_group=group,
-                sharding_strategy=strategy,
-                use_orig_params=orig,
-                device_id=torch.device("cpu"),
-            )
+            FullyShardedDataParallel(network(), use_orig_params=orig, device_id=torch.device("cpu"))
             for _ in range(2)
         )
         model(batch(0, dist.get_rank())).sum().backward()
@@ -223,6 +208,31 @@ def fsdp1_clips_over_its_shards() -> None:
         scaler.step(optimizer)
         wanted.step()
         torch.testing.assert_close(held(optimizer), held(wanted))
+
+
+def fsdp1_counts_no_copy_twice() -> None:
+    """In the norm, where ranks have copies of parameters, all of them or between groups."""
+    alone = [dist.new_group([rank]) for rank in RANKS][dist.get_rank()]
+    everyone = dist.new_group(list(RANKS))
+    ways: list[tuple[ShardingStrategy, Any]] = [
+        (ShardingStrategy.NO_SHARD, None),
+        (ShardingStrategy.HYBRID_SHARD, (everyone, alone)),
+        (ShardingStrategy.HYBRID_SHARD, (alone, everyone)),
+    ]
+    for orig, (strategy, group) in product((False, True), ways):
+        model = FullyShardedDataParallel(
+            network(),
+            process_group=group,
+            sharding_strategy=strategy,
+            use_orig_params=orig,
+            device_id=torch.device("cpu"),
+        )
+        model(batch(0, dist.get_rank())).sum().backward()
+        scaler, optimizer = ours(init_scale=1.0), sgd(model.parameters())
+        scaler.scale(torch.ones(()))
+        for p in (2.0, math.inf):
+            norm = scaler.clip_grad_norm_(optimizer, math.inf, p)
+            torch.testing.assert_close(norm, model.clip_grad_norm_(math.inf, p))
 
 
 def fsdp2_is_like_one_process() -> None:
@@ -434,6 +444,7 @@ def a_rank_without_gradients_takes_part() -> None:
 CHECKS: tuple[Callable[[], None], ...] = (
     fsdp1_is_like_sharded_grad_scaler,
     fsdp1_clips_over_its_shards,
+    fsdp1_counts_no_copy_twice,
     fsdp2_is_like_one_process,
     a_skipped_step_changes_no_bit,
     scales_stay_together,

@@ -293,6 +293,11 @@ def test_an_optimizer_that_takes_the_scaler_gets_it() -> None:
     got = train(ours(growth_interval=2), make, stream)
     want = train(theirs(growth_interval=2), make, stream)
     assert (got.scales, got.stepped) == (want.scales, want.stepped)
+    params, scaler = parameters(), ours()
+    opt = make(params)
+    backward(scaler, params, gradients(0, INF))
+    scaler.step(opt)
+    assert (scaler.step_skipped(opt), scaler.skipped_steps) == (True, 1)
 
 
 def test_a_step_that_raises_may_be_tried_again() -> None:
