@@ -308,14 +308,15 @@ class GradScaler(torch.amp.GradScaler):
             fp16 = self._allow_fp16_grads or getattr(optimizer, "_step_supports_amp_scaling", False)
             factor = self._inverse_scale(optimizer)
             found = self._read(optimizer, factor, fp16, check)[0]
-            state |= {"found_inf_per_device": found, "factor": factor, "stage": OptState.UNSCALED}
+            state |= {"found_inf_per_device": found, "factor": factor}
         out, found = None, state["found_inf_per_device"]
         if found:
             skip = Skip(state["factor"], _combined(found, scale))
             try:
                 out = stepper_of(optimizer, self._inner).step(skip, args, kwargs)
             finally:
-                state["factor"] = skip.factor  # a step that raises may be tried again
+                if skip.factor is None:  # applied: one that raises may be tried again
+                    state |= {"factor": None, "stage": OptState.UNSCALED}
         state["stage"] = OptState.STEPPED
         self._note(optimizer, found, scale)
         return out

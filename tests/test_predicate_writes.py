@@ -171,7 +171,7 @@ def test_other_memory_is_refused() -> None:
     def step() -> None:
         p.data = p.data - p.grad
 
-    with pytest.raises(BackendCompilerFailed, match="the step gives .* other memory"):
+    with pytest.raises(BackendCompilerFailed, match=r"the step gives .* other memory"):
         predicated(step)
 
 

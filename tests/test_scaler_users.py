@@ -134,6 +134,16 @@ class Several:
             opt.zero_grad()
 
 
+class Forwarding:
+    """Has everything from another one."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = optim.SGD(params, lr=0.1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 @dataclass
 class Unhashable(Several):
     params: Sequence[nn.Parameter]
@@ -168,7 +178,7 @@ PLACES = ("dict", "list", "object", "set", "list of tensors", "tensor")
 USERS: dict[str, Callable[[Any], Any]] = {
     **{make.__name__: make for make in (GivesOtherMemory, BesideParameters, Lion)},
     **{f"Counting in a {where}": partial(Counting, where=where) for where in PLACES},
-    **{make.__name__: make for make in (Several, Unhashable, Lookahead)},
+    **{make.__name__: make for make in (Several, Unhashable, Forwarding, Lookahead)},
 }
 
 
@@ -308,6 +318,28 @@ def test_hooks_run_once_where_the_capture_fails() -> None:
     opt.register_step_post_hook(lambda o, a, k: calls.append("after"))
     steps(scaler, opt, params, [0, 1])
     assert calls == ["before", "after"] * 2
+
+
+def test_a_step_that_raised_and_was_left_out() -> None:
+    """The next batch has gradients of its own, to be looked at and unscaled."""
+    params, scaler = parameters(), ours()
+    opt = Scaled(params)
+    before = [p.detach().clone() for p in params]
+    backward(scaler, params, gradients(0))
+    with pytest.raises(TypeError):
+        scaler.step(opt, by="much")
+    opt = optim.SGD(params, lr=0.1)
+    hook = opt.register_step_post_hook(lambda o, a, k: exec("raise KeyError('late')"))
+    opt.zero_grad()
+    backward(scaler, params, gradients(1, INF))
+    with pytest.raises(KeyError, match="late"):
+        scaler.step(opt)
+    hook.remove()
+    opt.zero_grad()
+    backward(scaler, params, gradients(2))
+    scaler.step(opt)
+    for param, was, grad in zip(params, before, gradients(2), strict=True):
+        torch.testing.assert_close(param.detach(), was - 0.1 * grad)
 
 
 @pytest.mark.parametrize("make", [partial(optim.SGD, lr=0.1), Reader], ids=["captured", "waiting"])

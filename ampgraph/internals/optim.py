@@ -19,7 +19,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     what is no `torch.optim.Optimizer` or has not called its `__init__`.
     """
     own: Any = vars(optimizer).get("step")
-    step: Any = type(optimizer).step
+    step: Any = getattr(type(optimizer), "step", None)  # of a wrapper maybe by __getattr__ only
     counted = hasattr(own, "_wrapped_by_lr_sched") and own.__wrapped__ is step
     if own is not None and not counted:
         return None
