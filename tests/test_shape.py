@@ -32,6 +32,7 @@ FLOORS = (
         "ampgraph.dispatch",
         "ampgraph.gradients",
         "ampgraph.graph",
+        "ampgraph.hoststate",
         "ampgraph.listener",
         "ampgraph.mend",
         "ampgraph.options",
