@@ -19,6 +19,8 @@ FLOORS = (
         "ampgraph.backend",
         "ampgraph.compiler",
         "ampgraph.explain",
+        "ampgraph.kernels_of",
+        "ampgraph.launches",
         "ampgraph.offline",
         "ampgraph.report",
         "ampgraph.scaler",
