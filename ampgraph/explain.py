@@ -1,18 +1,17 @@
 """Explain: capture a model once, tell every decision, and leave the model as it was."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampgraph.backend import DOOR, Backend, Call, Record, calling, options_of, records_of
-from ampgraph.compiler import Door
+from ampgraph.backend import DOOR, Call, Record, calling, options_of, records_of
+from ampgraph.capture import WhichDoor, captured_by, run_backward
 from ampgraph.errors import OptionError
 from ampgraph.fakecuda.gpus import gpu_named
 from ampgraph.internals.dynamo import (
@@ -22,14 +21,11 @@ from ampgraph.internals.dynamo import (
     compilations,
     generous_recompile_limit,
     original_module,
-    supported,
 )
 from ampgraph.kernels_of import Setting, kernels_of
 from ampgraph.options import Options
 from ampgraph.policy import Policy
 from ampgraph.report import GraphBreak, Report, SkippedFrame
-
-WhichDoor = Literal["compile", "backend"]
 
 
 def explain(
@@ -138,16 +134,6 @@ def _asked(own: Options, policy: Any, dtype: Any, inner: Any) -> Options:
     )
 
 
-def captured_by(door: WhichDoor, model: Any, options: Options) -> Callable[..., Any]:
-    """The model behind a door of its own, with a cache of its own: no trace is left in Dynamo's."""
-    alone = supported(isolate_recompiles=True)
-    if door == "backend":
-        return torch.compile(model, backend=Backend(options), **alone)
-    outputs = options.outputs or "autocast"
-    entry = Door(model, dataclasses.replace(options, outputs=outputs), alone)
-    return lambda *a, **k: entry.call(entry.compiled, a, k)
-
-
 @contextlib.contextmanager
 def _noted(call: Call) -> Generator[None]:
     outer = calling.set(call)
@@ -196,17 +182,6 @@ def _cut(tensor: Tensor) -> Tensor:
 def _by_count(counted: list[torch.dtype]) -> dict[torch.dtype, int]:
     floating = [d for d in counted if d.is_floating_point]
     return {d: floating.count(d) for d in sorted(set(floating), key=str)}
-
-
-def run_backward(out: Any) -> None:
-    """From every floating output, as from its sum."""
-    leaves = [
-        t
-        for t in pytree.tree_leaves(out)
-        if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()
-    ]
-    if leaves:
-        torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
 
 
 @contextlib.contextmanager

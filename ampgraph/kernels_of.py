@@ -1,7 +1,8 @@
 """The kernels of a model, from the code that Inductor generates for a GPU.
 
 Without a GPU the model is sent to a child process as shapes, for what stands in for CUDA there
-cannot be taken away again. `ampgraph.explain` has the door.
+cannot be taken away again. `ampgraph.explain` has the door. What stands in is imported where it is
+needed, for it brings Inductor and Triton with it.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampgraph.capture import WhichDoor, captured_by, run_backward
 from ampgraph.errors import AmpgraphError, FakeCudaError
 from ampgraph.fakecuda.child import in_child
 from ampgraph.fakecuda.gpus import GPU, gpu_named
@@ -42,14 +44,14 @@ class Setting:
 
     gpu: str
     options: Options
-    door: Any
+    door: WhichDoor
     backward: bool
     grad: bool
     ambient: torch.dtype | None
     precision: str
 
     @classmethod
-    def here(cls, gpu: str, options: Options, door: Any, backward: bool) -> "Setting":
+    def here(cls, gpu: str, options: Options, door: WhichDoor, backward: bool) -> "Setting":
         """With the caller's state of torch."""
         ambient = ambient_autocast()
         return cls(
@@ -144,8 +146,6 @@ def _real(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], setting: S
 
 
 def _ours(setting: Setting) -> Enter:
-    from ampgraph.explain import captured_by
-
     return lambda model: captured_by(setting.door, model, setting.options)
 
 
@@ -178,8 +178,6 @@ def _autocast_region(dtype: torch.dtype | None) -> Generator[None]:
 
 
 def _run(run: Callable[..., Any], args: Any, kwargs: Any, setting: Setting) -> None:
-    from ampgraph.explain import run_backward
-
     with torch.set_grad_enabled(setting.grad or setting.backward):
         with _autocast_region(setting.ambient):
             out = run(*args, **kwargs)
@@ -203,6 +201,7 @@ def _launches(recording: Any, known: dict[str, KernelCode]) -> tuple[Launch, ...
             call.dtypes,
             call.bytes,
             _code(graph.kernels[call.name], known) if call.kind == "triton" else None,
+            call.kind == "triton" and graph.kernels[call.name].is_cast,
         )
         for graph in recording.graphs
         for call in graph.calls

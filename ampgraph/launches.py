@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 MEGABYTE = 1e6
-CASTS = frozenset(["aten._to_copy", "aten.to", "prims.convert_element_type"])
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class Launch:
         dtypes: of the tensors it reads, and for a kernel writes, in order.
         bytes: read and written, each tensor once.
         code: of the kernel; None for "extern".
+        is_cast: whether it does nothing but change a dtype.
     """
 
     kind: Literal["triton", "extern"]
@@ -49,11 +49,7 @@ class Launch:
     dtypes: tuple[torch.dtype, ...]
     bytes: int
     code: KernelCode | None = None
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether it does nothing but change a dtype."""
-        return self.code is not None and bool(self.code.ops) and CASTS.issuperset(self.code.ops)
+    is_cast: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ FLOORS = (
     ("ampgraph", "ampgraph.demo"),
     (
         "ampgraph.backend",
+        "ampgraph.capture",
         "ampgraph.compiler",
         "ampgraph.explain",
         "ampgraph.kernels_of",

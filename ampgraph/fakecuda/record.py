@@ -31,6 +31,7 @@ FREE = frozenset(
     "_reshape_alias _unsafe_view alias as_strided detach device empty empty_like empty_strided "
     "permute set_ size stride t transpose view".split()
 )
+CASTS = frozenset(["aten._to_copy", "aten.to", "prims.convert_element_type"])
 CONFIG: dict[str, Any] = {
     "compile_threads": 1,  # a pool would compile elsewhere, where nothing is replaced
     "force_disable_caches": True,  # what comes from a cache is not recorded
@@ -79,6 +80,11 @@ class Kernel:
     source: str
     ops: tuple[str, ...] = ()
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether it does nothing but change a dtype."""
+        return bool(self.ops) and CASTS.issuperset(self.ops)
+
 
 @dataclass
 class Graph:
@@ -100,6 +106,13 @@ class Graph:
     def bytes(self) -> int:
         """All that its calls read and write."""
         return sum(call.bytes for call in self.calls)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Those of its kernels that only cast."""
+        kernels = [self.kernels[call.name] for call in self.of("triton")]
+        calls = zip(kernels, self.of("triton"), strict=True)
+        return sum(call.bytes for kernel, call in calls if kernel.is_cast)
 
     def of(self, kind: Literal["triton", "extern"]) -> list[Call]:
         """Its calls of one kind."""
