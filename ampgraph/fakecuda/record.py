@@ -29,7 +29,7 @@ from ampgraph.fakecuda.traffic import TensorType, moved, size
 # Ops that move nothing: they make another view, or room.
 FREE = frozenset(
     "_reshape_alias _unsafe_view alias as_strided detach device empty empty_like empty_strided "
-    "permute set_ size stride t transpose view".split()
+    "expand permute reshape set_ size slice squeeze stride t transpose unsqueeze view".split()
 )
 CASTS = frozenset(["aten._to_copy", "aten.to", "prims.convert_element_type"])
 CONFIG: dict[str, Any] = {
@@ -82,8 +82,9 @@ class Kernel:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it does nothing but change a dtype."""
-        return bool(self.ops) and CASTS.issuperset(self.ops)
+        """Whether it does nothing but change a dtype, maybe of a view."""
+        moving = {op for op in self.ops if op.removeprefix("aten.") not in FREE}
+        return bool(moving) and CASTS.issuperset(moving)
 
 
 @dataclass
