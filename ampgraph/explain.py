@@ -85,11 +85,11 @@ def explain(
         out = run(*args, **kwargs)
         if backward:
             run_backward(out)
+        records = list(call.records)  # before those of another run on a GPU
         launched = None
         if kernels is not None:
             setting = Setting.here(kernels, _asked(own, policy, dtype, "inductor"), door, backward)
             launched = kernels_of(model, args, kwargs, setting)
-    records = list(call.records)
     return Report(
         graphs=tuple(record.rewritten for record in records),
         graph_breaks=_breaks(records),
