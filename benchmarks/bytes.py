@@ -4,14 +4,16 @@
 """
 
 import argparse
+import contextlib
 import json
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from rich.console import Console
 from rich.table import Table
@@ -20,9 +22,10 @@ from torch import Tensor, nn
 import ampgraph
 from ampgraph.fakecuda.child import in_child
 from ampgraph.fakecuda.gpus import GPUS, gpu_named
-from ampgraph.fakecuda.machine import fake_cuda
+from ampgraph.fakecuda.machine import fake_cuda, to_fake_cuda
 from ampgraph.fakecuda.record import Call, OpLog, Recording
 from ampgraph.files import write_whole
+from benchmarks.compile_time import Block
 
 RESULTS = Path(__file__).parent / "results" / "bytes.json"
 WIDTH = 100
@@ -139,6 +142,111 @@ def step_table(rows: list[StepRow]) -> Table:
     return table
 
 
+class GPT(nn.Module):
+    """GPT-2's shape with four layers; the vocabulary's matrix is tied."""
+
+    def __init__(self, layers: int = 4, width: int = 768, heads: int = 12, words: int = 50304):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(1024, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [batch, length, words], or with targets the loss []."""
+        places = torch.arange(ids.shape[1], device=ids.device)
+        x = self.blocks(self.words(ids) + self.positions(places))
+        logits = F.linear(self.norm(x), self.words.weight)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Load:
+    """One size of the model's work: `batch` sequences of `length` tokens."""
+
+    batch: int
+    length: int
+    training: bool = False
+
+    def __str__(self) -> str:
+        kind = "training, forward and backward" if self.training else "inference"
+        return f"{kind}, {self.batch}x{self.length}"
+
+
+LOADS = (Load(1, 1), Load(1, 128), Load(8, 512, training=True))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to run the model in mixed precision.
+
+    Attributes:
+        compiled: what is called, made of the model.
+        region: entered around the call.
+        parameters: their dtype.
+    """
+
+    compiled: Callable[[nn.Module], Callable[..., Tensor]]
+    region: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    parameters: torch.dtype = torch.float32
+
+
+def with_ampgraph(**options: Any) -> Callable[[nn.Module], Callable[..., Tensor]]:
+    """ampgraph.compile with options."""
+    return lambda model: ampgraph.compile(model, dtype=BF16, **options)
+
+
+BF16 = torch.bfloat16
+PEERS = {
+    "torch.compile + autocast": Peer(torch.compile, lambda: torch.autocast("cuda", BF16)),
+    "ampgraph": Peer(with_ampgraph()),
+    "a model of bf16 alone": Peer(torch.compile, parameters=BF16),
+}
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """Megabytes that one load moves, and those of them in kernels that only cast."""
+
+    load: str
+    way: str
+    megabytes: float
+    casts: float
+
+
+def model_row(gpu: str, load: Load, name: str) -> ModelRow:
+    """The model under one load in one way. For a child process."""
+    peer = PEERS[name]
+    with torch.device("meta"):
+        model = GPT().to(peer.parameters)
+    with fake_cuda(gpu_named(gpu)) as recording:
+        ids = torch.zeros(load.batch, load.length, dtype=torch.long, device="cuda")
+        run = peer.compiled(to_fake_cuda(model))
+        with torch.set_grad_enabled(load.training), peer.region():
+            out = run(ids, ids) if load.training else run(ids)
+        if load.training:
+            torch.autograd.backward(out)
+    moved = sum(graph.bytes for graph in recording.graphs)
+    casts = sum(graph.cast_bytes for graph in recording.graphs)
+    return ModelRow(str(load), name, moved / 1e6, casts / 1e6)
+
+
+def model_rows(gpu: str, loads: Sequence[Load] = LOADS) -> list[ModelRow]:
+    """Each load in each way. For a child process."""
+    return [model_row(gpu, load, name) for load in loads for name in PEERS]
+
+
+def model_table(rows: list[ModelRow]) -> Table:
+    """For people."""
+    table = Table(title="GPT, 4 layers of 768, 50,304 words, bf16: megabytes moved")
+    for column in ("", "way", "MB", "of it casts"):
+        table.add_column(column, justify="left" if column in ("", "way") else "right")
+    for row in rows:
+        table.add_row(row.load, row.way, f"{row.megabytes:,.0f}", f"{row.casts:,.0f}")
+    return table
+
+
 def versions() -> dict[str, str]:
     """What the code was generated by."""
     return {
@@ -156,14 +264,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Count, print, write."""
-    rows = in_child(step_rows, arguments.gpu)
-    Console(width=WIDTH).print(step_table(rows))
-    told = {"gpu": arguments.gpu, "versions": versions(), "step": [told_of(row) for row in rows]}
+    steps, models = in_child(step_rows, arguments.gpu), in_child(model_rows, arguments.gpu)
+    Console(width=WIDTH).print(step_table(steps), model_table(models))
+    told = {
+        "gpu": arguments.gpu,
+        "versions": versions(),
+        "step": [told_of(row) for row in steps],
+        "model": [told_of(row) for row in models],
+    }
     if not arguments.no_write:
         write_whole(RESULTS, json.dumps(told, indent=2) + "\n")
 
 
-def told_of(row: StepRow) -> dict[str, Any]:
+def told_of(row: StepRow | ModelRow) -> dict[str, Any]:
     """For JSON."""
-    numbers = {"clip": row.clip, "step": row.step, "update": row.update, "total": row.total}
-    return {"way": row.way, **{name: round(number, 3) for name, number in numbers.items()}}
+    told = asdict(row) | ({"total": row.total} if isinstance(row, StepRow) else {})
+    return {k: round(value, 3) if isinstance(value, float) else value for k, value in told.items()}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ampgraph.fakecuda.binaries import Binary, binaries_of
 from ampgraph.fakecuda.gpus import GPU, gpu_named
 from ampgraph.fakecuda.machine import fake_cuda, to_fake_cuda
+from ampgraph.fakecuda.pretend import gpu_pretended
 from ampgraph.fakecuda.record import Recording
 from ampgraph.fakecuda.runtime import install
 from ampgraph.kernels.unscale import check
@@ -62,7 +63,8 @@ def found(name: str) -> Found:
     _cpu_backward()
     recording = block(gpu)
     kernels = recording.forward[0].kernels
-    binaries = {n: binaries_of(n, source, gpu) for n, source in kernels.items()}
+    with gpu_pretended(gpu):
+        binaries = {n: binaries_of(k.function, k.source) for n, k in kernels.items()}
     cases = [(BF16, False), (torch.float32, False), (BF16, True)]
     ops = {case: attention(gpu, *case) for case in cases}
     result = Found(recording, binaries, ops, tied(gpu))

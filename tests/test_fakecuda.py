@@ -101,7 +101,7 @@ def test_errors_that_cannot_be_sent_are_told() -> None:
         raise LocalError("no pickle")
     except LocalError as error:
         failure = child._failure(error)
-    assert failure.error is None
+    assert str(failure.error) == "LocalError: no pickle"
     assert "LocalError: no pickle" in failure.told
 
 

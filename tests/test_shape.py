@@ -17,8 +17,11 @@ FLOORS = (
     ("ampgraph", "ampgraph.demo"),
     (
         "ampgraph.backend",
+        "ampgraph.capture",
         "ampgraph.compiler",
         "ampgraph.explain",
+        "ampgraph.kernels_of",
+        "ampgraph.launches",
         "ampgraph.offline",
         "ampgraph.report",
         "ampgraph.scaler",

@@ -14,8 +14,6 @@ import torch._inductor.config as inductor_config
 import triton
 from torch._inductor.codecache import PyCodeCache
 
-from ampgraph.fakecuda.gpus import GPU
-from ampgraph.fakecuda.pretend import gpu_pretended
 from ampgraph.fakecuda.replace import there
 
 
@@ -36,22 +34,47 @@ class Binary:
     config: str = ""
 
 
-def binaries_of(name: str, source: str, gpu: GPU) -> list[Binary]:
+def binaries_of(function: str, source: str) -> list[Binary]:
     """A recorded kernel, compiled in each configuration that Inductor would try on the GPU.
 
-    Args:
-        name: of the function in the source, as in `Graph.kernels`.
+    A GPU must be there, or be pretended.
 
-    Raises:
-        FakeCudaError: as `gpu_pretended`.
+    Args:
+        function: the name of the kernel in the source.
     """
+    results = _compiled(function, source)
+    return [nvidia(r.kernel.asm["ptx"], str(r.config)) for r in results]
+
+
+def uses_of_pointers(function: str, source: str) -> list[tuple[bool, bool]]:
+    """Whether a kernel loads from each of its pointers, and whether it stores to it.
+
+    Known from Triton's first intermediate form, with helpers inlined. A GPU must be there, or
+    be pretended.
+    """
+    text: str = _compiled(function, source)[0].kernel.asm["ttir"]
+    head = found(r"tt\.func public @\w+\((.*?)\) attributes", text)
+    pointers = re.findall(r"(%[\w.]+): !tt\.ptr", head)
+    base = {pointer: pointer for pointer in pointers}
+    # Each name in an assignment, a loop's too, points where the first pointer on the right does.
+    for name, value in re.findall(r"(%[\w.]+)(?::\d+)? = (?:tt\.\w+ )?(%[\w.]+)", text):
+        if value in base:
+            base.setdefault(name, base[value])
+    loads = {base.get(name) for name in re.findall(r"tt\.load (%[\w.]+)", text)}
+    stores = {base.get(name) for name in re.findall(r"tt\.store (%[\w.]+)", text)}
+    both = {base.get(name) for name in re.findall(r"tt\.atomic_.*?(%[\w.]+),", text)}
+    return [(p in loads | both, p in stores | both) for p in pointers]
+
+
+def _compiled(function: str, source: str) -> list[Any]:
+    """Triton's results, one for each configuration."""
     # With the static launcher the assembly is not kept; 2.11 calls it another name.
     launchers = ["use_static_cuda_launcher", "use_static_triton_launcher"]
-    static = dict.fromkeys(there(inductor_config, launchers), False)
-    with gpu_pretended(gpu), inductor_config.patch(static):
-        kernel: Any = getattr(PyCodeCache.load(source), name)
+    with inductor_config.patch(dict.fromkeys(there(inductor_config, launchers), False)):
+        kernel: Any = getattr(PyCodeCache.load(source), function)
         kernel.precompile(warm_cache_only=True)
-    return [nvidia(r.kernel.asm["ptx"], str(r.config)) for r in kernel.compile_results]
+    results: list[Any] = kernel.compile_results
+    return results
 
 
 def nvidia(ptx: str, config: str = "") -> Binary:

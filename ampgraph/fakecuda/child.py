@@ -22,11 +22,11 @@ class Failure:
     """What went wrong in the child.
 
     Attributes:
-        error: the exception, None where it cannot be pickled.
+        error: the exception, or a RuntimeError of the same words where it cannot be pickled.
         told: its traceback.
     """
 
-    error: BaseException | None
+    error: Exception
     told: str
 
 
@@ -44,17 +44,12 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
         function: one that can be imported; it, the arguments and the result are pickled.
 
     Raises:
-        FakeCudaError: the process died, or an error that cannot be pickled was raised. Else what
-        the function raised, with the child's traceback as its cause.
+        FakeCudaError: the process died. Else what the function raised, with the child's traceback
+        as its cause.
     """
-    return in_child_pickled(pickle.dumps((function, args)))
-
-
-def in_child_pickled(order: bytes) -> Any:
-    """As `in_child`, for a pickle of the function and a tuple of its arguments."""
     with tempfile.TemporaryDirectory() as place:
         asked, answered = Path(place) / "asked", Path(place) / "answered"
-        asked.write_bytes(order)
+        asked.write_bytes(pickle.dumps((function, args)))
         paths = [path or os.getcwd() for path in sys.path]
         environment = os.environ | {
             "CUDA_VISIBLE_DEVICES": "-1",
@@ -74,8 +69,6 @@ def in_child_pickled(order: bytes) -> Any:
         answer = pickle.loads(answered.read_bytes())
     if not isinstance(answer, Failure):
         return answer
-    if answer.error is None:
-        raise FakeCudaError(f"the process failed:\n{answer.told}")
     raise answer.error from ChildTraceback(answer.told)
 
 
@@ -97,5 +90,5 @@ def _failure(error: Exception) -> Failure:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return Failure(None, told)
+        return Failure(RuntimeError(f"{type(error).__name__}: {error}"), told)
     return Failure(error, told)

@@ -4,7 +4,6 @@
 
 import contextlib
 import functools
-import itertools
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +15,13 @@ import torch._inductor.fx_passes.joint_graph as joint_graph
 import torch._inductor.utils as inductor_utils
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampgraph.fakecuda.binaries import uses_of_pointers
 from ampgraph.fakecuda.pretend import on_cpu
 from ampgraph.fakecuda.replace import replaced, there
 from ampgraph.fakecuda.traffic import TensorType, moved, size
@@ -28,8 +29,9 @@ from ampgraph.fakecuda.traffic import TensorType, moved, size
 # Ops that move nothing: they make another view, or room.
 FREE = frozenset(
     "_reshape_alias _unsafe_view alias as_strided detach device empty empty_like empty_strided "
-    "permute set_ size stride t transpose view".split()
+    "expand permute reshape set_ size slice squeeze stride t transpose unsqueeze view".split()
 )
+CASTS = frozenset(["aten._to_copy", "aten.to", "prims.convert_element_type"])
 CONFIG: dict[str, Any] = {
     "compile_threads": 1,  # a pool would compile elsewhere, where nothing is replaced
     "force_disable_caches": True,  # what comes from a cache is not recorded
@@ -62,26 +64,56 @@ class Call:
         return tuple(t.dtype for t in self.inputs)
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A Triton kernel as Inductor wrote it.
+
+    Attributes:
+        name: one of its own in the graph.
+        function: its name in the source.
+        source: a Python module.
+        ops: the ATen ops it is made of; none are known of a user's kernel.
+    """
+
+    name: str
+    function: str
+    source: str
+    ops: tuple[str, ...] = ()
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it does nothing but change a dtype, maybe of a view."""
+        moving = {op for op in self.ops if op.removeprefix("aten.") not in FREE}
+        return bool(moving) and CASTS.issuperset(moving)
+
+
 @dataclass
 class Graph:
-    """One compiled graph: its wrapper, kernels and, once it was run, its calls.
+    """One compiled graph: its wrapper, its kernels, and its calls as often as it was run.
 
     Attributes:
         code: the Python that Inductor wrote around the kernels.
         backward: whether it is the backward of another.
-        kernels: Triton sources by name.
-        calls: of the last run, in order.
+        kernels: by name.
+        calls: in order.
     """
 
     code: str
     backward: bool
-    kernels: dict[str, str] = field(default_factory=dict[str, str])
+    kernels: dict[str, Kernel] = field(default_factory=dict[str, Kernel])
     calls: list[Call] = field(default_factory=list[Call])
 
     @property
     def bytes(self) -> int:
         """All that its calls read and write."""
         return sum(call.bytes for call in self.calls)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Those of its kernels that only cast."""
+        kernels = [self.kernels[call.name] for call in self.of("triton")]
+        calls = zip(kernels, self.of("triton"), strict=True)
+        return sum(call.bytes for kernel, call in calls if kernel.is_cast)
 
     def of(self, kind: Literal["triton", "extern"]) -> list[Call]:
         """Its calls of one kind."""
@@ -106,16 +138,22 @@ class Recording:
 
 
 class OpLog(TorchDispatchMode):
-    """Notes each ATen op with its bytes. Ops that only write to what they are given are not run."""
+    """Notes each ATen op with its bytes.
 
-    def __init__(self, calls: list[Call]) -> None:
+    Args:
+        calls: the list to note them in.
+        launch: run also what only writes to an `out=`; fake tensors need no such thing, and not
+            every op can.
+    """
+
+    def __init__(self, calls: list[Call], launch: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = calls
+        self.calls, self.launch = calls, launch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = "out" in kwargs
-        out = kwargs["out"] if given else func(*args, **kwargs)
+        skipped = "out" in kwargs and not self.launch
+        out = kwargs["out"] if skipped else func(*args, **kwargs)
         if func._schema.name.split("::")[1] not in FREE:
             inputs = _types((args, {k: v for k, v in kwargs.items() if k != "out"}))
             count = moved(func, args, kwargs, out)
@@ -124,28 +162,39 @@ class OpLog(TorchDispatchMode):
 
 
 class Launcher:
-    """Stands for a kernel in the generated code: launching it is noted."""
+    """Stands for a kernel in the generated code: a launch is noted, and done if there is a GPU."""
 
-    def __init__(self, graph: Graph, name: str, source: str) -> None:
-        self.graph, self.name = graph, name
-        counted = re.search(r"'kernel_num_gb': ([0-9.e+-]+)", source)
-        self.bytes = round(float(counted[1]) * 1e9) if counted else None
-        signature = re.search(r"^def \w+\(([^)]*)\)", source, re.MULTILINE)
-        self.names = [] if signature is None else re.findall(r"(\w+)[^,]*", signature[1])
+    def __init__(self, graph: Graph, kernel: Kernel, real: Any) -> None:
+        self.graph, self.kernel, self.real = graph, kernel, real
 
     def run(self, *args: Any, **options: Any) -> None:
         """In place of a launch."""
-        count = self._counted(args) if self.bytes is None else self.bytes
-        self.graph.calls.append(Call("triton", self.name, _types(args), (), count))
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        count = sum(n * size(tensor) for n, tensor in zip(self.accesses, tensors, strict=False))
+        count = count if self.counted is None else self.counted
+        self.graph.calls.append(Call("triton", self.kernel.name, _types(args), (), count))
+        if self.real is not None:
+            self.real.run(*args, **options)
 
-    def _counted(self, args: Sequence[Any]) -> int:
-        """Foreach kernels and users' own: each pointer once, one for both ways twice."""
-        names = itertools.chain(self.names, itertools.repeat(""))
-        return sum(
-            size(value) * (2 if name.startswith("in_out_ptr") else 1)
-            for name, value in zip(names, args, strict=False)
-            if isinstance(value, Tensor)
-        )
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    @functools.cached_property
+    def counted(self) -> int | None:
+        """Inductor's own count of bytes; it has none for foreach kernels and users' own."""
+        told = re.search(r"'kernel_num_gb': ([0-9.e+-]+)", self.kernel.source)
+        return round(float(told[1]) * 1e9) if told else None
+
+    @functools.cached_property
+    def accesses(self) -> list[int]:
+        """How often each pointer's tensor is moved: read, written, or both."""
+        if self.counted is not None:
+            return []
+        if "triton_heuristics.foreach" in self.kernel.source:
+            head = re.search(r"^def \w+\(([^)]*)\)", self.kernel.source, re.MULTILINE)
+            names = re.findall(r"\w*_ptr\d+", head[1] if head else "")
+            return [2 if name.startswith("in_out") else 1 for name in names]
+        return [sum(u) for u in uses_of_pointers(self.kernel.function, self.kernel.source)]
 
 
 def _types(tree: object) -> tuple[TensorType, ...]:
@@ -154,46 +203,75 @@ def _types(tree: object) -> tuple[TensorType, ...]:
 
 
 @contextlib.contextmanager
-def inductor_recorded() -> Generator[Recording]:
-    """Inside, Inductor's code for fake CUDA tensors is recorded, and runs without launching."""
+def inductor_recorded(*, launch: bool = False) -> Generator[Recording]:
+    """Inside, the GPU code that Inductor makes is recorded.
+
+    Args:
+        launch: do what is noted, on a real GPU; else tensors are fake and nothing is launched.
+    """
     recording = Recording()
-    with (
-        inductor_config.patch(CONFIG),
-        _compiling_recorded(recording),
-        _constants_on_cpu(),
-        _run_time_faked(),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(CONFIG))
+        stack.enter_context(_compiling_recorded(recording, launch))
+        if not launch:
+            stack.enter_context(_constants_on_cpu())
+            stack.enter_context(_run_time_faked())
         yield recording
 
 
 @contextlib.contextmanager
-def _compiling_recorded(recording: Recording) -> Generator[None]:
+def _compiling_recorded(recording: Recording, launch: bool) -> Generator[None]:
     compile_to_module: Any = GraphLowering.compile_to_module
+    compile_kernel: Any = AsyncCompile.triton
+    define_kernel: Any = TritonScheduling.define_kernel
+    ops: dict[str, tuple[str, ...]] = {}
 
     def save(code: str) -> None:
         recording.graphs.append(Graph(code, bool(V.graph.is_backward)))
 
-    def launcher(self: Any, name: str, source: str, device_str: str = "cuda") -> Launcher:
-        graph = recording.graphs[-1]
-        graph.kernels[name] = source
-        return Launcher(graph, name, source)
+    def defined(self: Any, source: str, schedule: Any, kernel: Any) -> Any:
+        name = define_kernel(self, source, schedule, kernel)
+        ops[name] = tuple(dict.fromkeys([*ops.get(name, ()), *_ops_of(schedule)]))
+        return name
+
+    def launcher(self: Any, function: str, source: str, device_str: str = "cuda") -> Launcher:
+        own = re.search(r"'kernel_name': '(\w+)'", source)
+        name = own[1] if own else function
+        kernel = Kernel(name, function, source, ops.get(name, ()))
+        recording.graphs[-1].kernels[name] = kernel
+        real = compile_kernel(self, function, source, device_str) if launch else None
+        return Launcher(recording.graphs[-1], kernel, real)
 
     def module_of(self: Any) -> Any:
         before = len(recording.graphs)
+        ops.clear()
         module = compile_to_module(self)
         if len(recording.graphs) > before:
-            module.call = _noting(recording.graphs[-1], module.call)
+            module.call = _noting(recording.graphs[-1], module.call, launch)
         return module
 
     new = {"save_output_code": staticmethod(save), "compile_to_module": module_of}
-    with replaced(AsyncCompile, {"triton": launcher}), replaced(GraphLowering, new):
+    with (
+        replaced(AsyncCompile, {"triton": launcher}),
+        replaced(GraphLowering, new),
+        replaced(TritonScheduling, {"define_kernel": defined}),
+    ):
         yield
 
 
-def _noting(graph: Graph, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _ops_of(schedule: Sequence[Any]) -> list[str]:
+    """The names of the ATen ops behind the scheduler's nodes."""
+    nodes = [
+        node for group in schedule if hasattr(group, "get_nodes") for node in group.get_nodes()
+    ]
+    origins = [o for node in nodes if node.node is not None for o in node.node.get_origins()]
+    found = {str(o.meta["original_aten"]) for o in origins if o.meta.get("original_aten")}
+    return sorted({".".join(name.split(".")[:2]) for name in found})
+
+
+def _noting(graph: Graph, call: Callable[[Any], Any], launch: bool) -> Callable[[Any], Any]:
     def run(args: Any) -> Any:
-        graph.calls.clear()
-        with OpLog(graph.calls):
+        with OpLog(graph.calls, launch):
             return call(args)
 
     return run
