@@ -96,6 +96,6 @@ def host_reads(call: Callable[[], Any]) -> int:
     with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         call()
     waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-    found = [e.name for e in profile.events() if e.name in waits or "Memcpy DtoH" in e.name]
+    found = [e.name for e in profile.events() or () if e.name in waits or "Memcpy DtoH" in e.name]
     # The profiler itself waits for the device once, when it stops.
     return len(found) - ("cudaDeviceSynchronize" in found)

@@ -169,6 +169,7 @@ def test_other_memory_is_refused() -> None:
 
     @torch.no_grad()
     def step() -> None:
+        assert p.grad is not None
         p.data = p.data - p.grad
 
     with pytest.raises(BackendCompilerFailed, match=r"the step gives .* other memory"):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ class BesideParameters(OfAUser):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.own: Any = self.state
+        self.own = cast(Any, self.state)
         self.own["t"] = torch.zeros(())
 
     @torch.no_grad()
@@ -323,7 +323,7 @@ def test_hooks_run_once_where_the_capture_fails() -> None:
 def test_a_step_that_raised_and_was_left_out() -> None:
     """The next batch has gradients of its own, to be looked at and unscaled."""
     params, scaler = parameters(), ours()
-    opt = Scaled(params)
+    opt: optim.Optimizer = Scaled(params)
     before = [p.detach().clone() for p in params]
     backward(scaler, params, gradients(0))
     with pytest.raises(TypeError):
