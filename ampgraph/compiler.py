@@ -28,7 +28,7 @@ from ampgraph.backend import (
     warn,
     warn_once,
 )
-from ampgraph.errors import OptionError
+from ampgraph.errors import OptionError, did_you_mean
 from ampgraph.internals.autocast import ambient_autocast, disable_autocast
 from ampgraph.internals.dynamo import (
     OptimizedModule,
@@ -39,7 +39,7 @@ from ampgraph.internals.dynamo import (
     inline_as,
     untraced,
 )
-from ampgraph.options import Options, did_you_mean
+from ampgraph.options import Options
 
 # Each policy for a class is one compilation of its forward, and so is each shape: beyond Dynamo's
 # own limit (8) it would fall back to eager autocast.

@@ -4,6 +4,9 @@ Every message has up to three lines: what happened, where (node and the user's s
 the cure. Catch `AmpgraphError` to catch them all.
 """
 
+import difflib
+from collections.abc import Sequence
+
 
 class AmpgraphError(RuntimeError):
     """Base of every error of this package.
@@ -86,5 +89,17 @@ class UnsupportedGraphError(AmpgraphError):
     template = "this graph cannot be rewritten: {}"
 
 
+class FakeCudaError(AmpgraphError):
+    """Code for a GPU that is not there cannot be generated, on this machine or for this model."""
+
+    template = "GPU code without a GPU: {}"
+
+
 class AmpgraphWarning(UserWarning):
     """A warning of this package; each one is given once a process."""
+
+
+def did_you_mean(written: str, valid: Sequence[str]) -> str:
+    """The cure for an unknown name."""
+    near = difflib.get_close_matches(written, valid, n=3)
+    return f"did you mean {', '.join(near)}?" if near else "leave it out"

@@ -1,19 +1,19 @@
 """Explain: capture a model once, tell every decision, and leave the model as it was."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampgraph.backend import DOOR, Backend, Call, Record, calling, options_of, records_of
-from ampgraph.compiler import Door
+from ampgraph.backend import DOOR, Call, Record, calling, options_of, records_of
+from ampgraph.capture import WhichDoor, captured_by, run_backward
 from ampgraph.errors import OptionError
+from ampgraph.fakecuda.gpus import gpu_named
 from ampgraph.internals.dynamo import (
     OptimizedModule,
     aot_backend,
@@ -21,12 +21,11 @@ from ampgraph.internals.dynamo import (
     compilations,
     generous_recompile_limit,
     original_module,
-    supported,
 )
+from ampgraph.kernels_of import Setting, kernels_of
 from ampgraph.options import Options
+from ampgraph.policy import Policy
 from ampgraph.report import GraphBreak, Report, SkippedFrame
-
-WhichDoor = Literal["compile", "backend"]
 
 
 def explain(
@@ -38,6 +37,7 @@ def explain(
     dtype: Any = None,
     backward: bool = False,
     door: WhichDoor | None = None,
+    kernels: str | None = None,
 ) -> Report:
     """Capture `model(*args, **kwargs)` and report what each op would compute in and why.
 
@@ -51,15 +51,24 @@ def explain(
         door: "compile" as under `ampgraph.compile`, "backend" as under
             `torch.compile(backend="ampgraph")`, which captures with autocast off. By default the
             door a compiled model was made with, else "compile".
+        kernels: a GPU ("a100", "h100", "h200", "b200"), which need not be here: report also the
+            kernels that the model runs on it (`report.kernels`), with their dtypes, bytes and
+            registers, beside those of torch.compile under torch.autocast. No weight is copied. The
+            rules are then CUDA's by default.
 
     Raises:
         OptionError, PolicyError: bad arguments. RewriteError: a node that cannot be rewritten.
+        FakeCudaError: code for a GPU cannot be generated here, or not for this model.
     """
     _check_arguments(args, kwargs)
     if door not in (None, "compile", "backend"):
         raise OptionError(f"door={door!r} is not 'compile' or 'backend'")
     own_door, own = _made_with(model)
+    door = door or own_door
     model = _original(model)
+    if kernels is not None:
+        gpu_named(kernels)  # before anything is run
+        policy = policy or own.policy or Policy.autocast("cuda")
     counted: list[torch.dtype] = []
     inner: Any = aot_backend(_count_dtypes(counted)) if backward else "eager"
     given: Any = pytree.tree_map_only(Tensor, _cut, (tuple(args), dict(kwargs or {})))
@@ -72,16 +81,21 @@ def explain(
         compilations() as frames,
     ):
         options = _asked(own, policy, dtype, inner)
-        run = _captured_by(door or own_door, model, options)
+        run = captured_by(door, model, options)
         out = run(*args, **kwargs)
         if backward:
-            _backward(out)
-    records = list(call.records)
+            run_backward(out)
+        records = list(call.records)  # before those of another run on a GPU
+        launched = None
+        if kernels is not None:
+            setting = Setting.here(kernels, _asked(own, policy, dtype, "inductor"), door, backward)
+            launched = kernels_of(model, args, kwargs, setting)
     return Report(
         graphs=tuple(record.rewritten for record in records),
         graph_breaks=_breaks(records),
         skipped_frames=tuple(SkippedFrame(*frame) for frame in frames),
         backward=_by_count(counted) if backward else None,
+        kernels=launched,
     )
 
 
@@ -119,16 +133,6 @@ def _asked(own: Options, policy: Any, dtype: Any, inner: Any) -> Options:
         weight_copies=own.weight_copies,
         inner=inner,
     )
-
-
-def _captured_by(door: WhichDoor, model: Any, options: Options) -> Callable[..., Any]:
-    """The model behind a door of its own, with a cache of its own: no trace is left in Dynamo's."""
-    alone = supported(isolate_recompiles=True)
-    if door == "backend":
-        return torch.compile(model, backend=Backend(options), **alone)
-    outputs = options.outputs or "autocast"
-    entry = Door(model, dataclasses.replace(options, outputs=outputs), alone)
-    return lambda *a, **k: entry.call(entry.compiled, a, k)
 
 
 @contextlib.contextmanager
@@ -179,16 +183,6 @@ def _cut(tensor: Tensor) -> Tensor:
 def _by_count(counted: list[torch.dtype]) -> dict[torch.dtype, int]:
     floating = [d for d in counted if d.is_floating_point]
     return {d: floating.count(d) for d in sorted(set(floating), key=str)}
-
-
-def _backward(out: Any) -> None:
-    leaves = [
-        t
-        for t in pytree.tree_leaves(out)
-        if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()
-    ]
-    if leaves:
-        torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampgraph.internals.ranks import (
+    flat_shard_groups,
     is_flattened,
     laid_out_as,
     local_part,
@@ -52,16 +53,16 @@ def parts_of(optimizer: Optimizer, allow_fp16: bool, group: Any = None) -> list[
     the same order, whichever gradients a rank has: a part may be empty.
 
     Args:
-        group: on whose ranks FullyShardedDataParallel has its shards, None for all ranks.
+        group: whose ranks step what FullyShardedDataParallel has flattened, None for all ranks.
 
     Raises:
         ValueError: fp16 gradients that are not allowed. AssertionError: a parameter that is no
             tensor. Both as torch.amp.GradScaler.
     """
     parts: dict[Any, Part] = {}
-    for param in _parameters(optimizer):
+    for param in parameters_of(optimizer):
         if is_flattened(param):
-            ranks = groups = (group,)
+            ranks, groups = (group,), flat_shard_groups(param, group)
         else:
             ranks, groups = mesh_groups(param), shard_groups(param)
         if param.grad is None and not ranks:
@@ -86,7 +87,8 @@ def _values(param: Tensor, allow_fp16: bool) -> Tensor:
     return local._values() if local.is_sparse else local
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Every parameter; raises AssertionError at what is none, as torch.amp.GradScaler."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not isinstance(param, Tensor):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ampgraph.errors import OptionError
+from ampgraph.errors import OptionError, did_you_mean
 from ampgraph.internals.dynamo import backend_names, inductor_options
 from ampgraph.policy import Policy
 
@@ -137,9 +137,3 @@ def _check_inductor(rest: Mapping[str, Any], inner: Any, ours: list[str]) -> Non
         f"unknown: {', '.join(map(repr, unknown))}; valid are {', '.join(ours)}{also}",
         cure=did_you_mean(unknown[0], [*ours, *valid]),
     )
-
-
-def did_you_mean(written: str, valid: list[str]) -> str:
-    """The cure for an unknown name."""
-    near = difflib.get_close_matches(written, valid, n=3)
-    return f"did you mean {', '.join(near)}?" if near else "leave it out"

@@ -14,6 +14,7 @@ from torch import fx
 
 from ampgraph.decision import CastCounts, Decision
 from ampgraph.files import write_whole
+from ampgraph.launches import Kernels
 from ampgraph.passes.read_copies import Read
 from ampgraph.pipeline import Rewritten
 
@@ -46,12 +47,14 @@ class Report:
         graph_breaks: where capture stopped and went on.
         skipped_frames: functions that stayed in eager mode.
         backward: how many ATen ops of the backward graphs compute in each dtype, when asked for.
+        kernels: what a GPU runs, when asked for.
     """
 
     graphs: tuple[Rewritten, ...]
     graph_breaks: tuple[GraphBreak, ...] = ()
     skipped_frames: tuple[SkippedFrame, ...] = ()
     backward: Mapping[torch.dtype, int] | None = None
+    kernels: Kernels | None = None
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -121,6 +124,8 @@ class Report:
             Text(f"skipped, runs in eager mode: {s.name} ({s.source}): {s.reason}")
             for s in self.skipped_frames
         ]
+        if self.kernels is not None:
+            parts += [self.kernels.table(), Text(self.kernels.summary())]
         return Group(*parts)
 
     def summary(self) -> str:

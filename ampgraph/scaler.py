@@ -7,8 +7,8 @@ tells what happened is read when somebody asks.
 The host's part follows torch/amp/grad_scaler.py (torch 2.13): stages, errors, checkpoints.
 """
 
+import copy
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampgraph.errors import OptionError
-from ampgraph.gradients import Part, norm_of, parts_of, root_of
+from ampgraph.gradients import Part, norm_of, parameters_of, parts_of, root_of
 from ampgraph.internals.dynamo import untraced
 from ampgraph.internals.ranks import max_over_ranks
 from ampgraph.kernels.unscale import check, unscale_
@@ -33,9 +34,15 @@ CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 def _fresh_state() -> dict[str, Any]:
     """What is known of one optimizer since the last update().
 
-    `factor` is what its `.grad` has still to be multiplied by, None for nothing.
+    `factor` is what its `.grad` has still to be multiplied by, None for nothing; `clipped` are the
+    gradients that clip_grad_norm_ has read and not written.
     """
-    return {"stage": OptState.READY, "found_inf_per_device": {}, "factor": None}
+    return {
+        "stage": OptState.READY,
+        "found_inf_per_device": {},
+        "factor": None,
+        "clipped": None,
+    }
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -55,7 +62,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16_grads: unscale fp16 gradients instead of raising torch's error.
         process_group: all of these ranks skip when one of them overflows. Without being asked
             the ranks do that over the mesh of DTensors (FSDP2, tensor parallel), and over all
-            ranks for FullyShardedDataParallel, whose shards are taken to lie on this group.
+            ranks for FullyShardedDataParallel. A copy forgets it when pickled.
         inner: the Dynamo backend that compiles the optimizer's step.
 
     Raises:
@@ -111,11 +118,10 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: Any = None
         self._previous_scale: Any = None
         self._scaled = True  # since the last update(): the gradients have the scale of now
+        self._stepped: frozenset[int] = frozenset()  # by id: who has stepped since the last scale()
         self._skipped: Any = None
         self._empty_steps = 0
-        self._last_found: weakref.WeakKeyDictionary[Optimizer, Tensor | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._last_found = WeakIdKeyDictionary()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
@@ -144,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             assert self._scale is not None, "made above"
-            self._scaled = True
+            self._scaled, self._stepped = True, frozenset()
             return outputs * self._scale.to(outputs.device, non_blocking=True)
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
@@ -153,9 +159,15 @@ class GradScaler(torch.amp.GradScaler):
             return scaled
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
-    def _inverse_scale(self) -> Tensor:
-        """One over the scale that the gradients have, which update() may have moved since."""
-        scale = self._scale if self._scaled else self._previous_scale
+    def _inverse_scale(self, optimizer: Optimizer) -> Tensor:
+        """One over the scale that the gradients have, which update() may have moved since.
+
+        Those of an optimizer that has stepped since the last scale() are newer: their loss was
+        multiplied by get_scale(), without this class.
+        """
+        scale = self._scale
+        if not self._scaled and id(optimizer) not in self._stepped:
+            scale = self._previous_scale
         assert scale is not None, "the caller has checked"
         wide = scale if scale.device.type == "mps" else scale.double()
         return wide.reciprocal().float()
@@ -171,7 +183,9 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
         self._refuse_twice(state)
-        found, _ = self._read(optimizer, self._inverse_scale(), self._allow_fp16_grads, unscale_)
+        found, _ = self._read(
+            optimizer, self._inverse_scale(optimizer), self._allow_fp16_grads, unscale_
+        )
         state |= {"found_inf_per_device": found, "stage": OptState.UNSCALED}
 
     @staticmethod
@@ -195,24 +209,32 @@ class GradScaler(torch.amp.GradScaler):
             The norm of the unscaled gradients, 0-dim float32, not finite after an overflow.
 
         Raises:
-            RuntimeError: after `step`. ValueError: fp16 gradients. OptionError: norm_type 0, which
+            RuntimeError: after `step`; for the second time since the last update(), where the
+            gradients are others now. ValueError: fp16 gradients. OptionError: norm_type 0, which
             counts elements and can be clipped to nothing.
         """
         if norm_type == 0:
             raise OptionError("norm_type is 0", cure="use 2, inf or another order of a norm")
         if not self._enabled:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+            params = parameters_of(optimizer)
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        self._check_scale_growth_tracker("clip_grad_norm_")
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("clip_grad_norm_() is being called after step().")
         ready = state["stage"] is OptState.READY
-        factor = self._inverse_scale() if ready else state["factor"]
-        factor = torch.ones_like(self._inverse_scale()) if factor is None else factor
+        clipped = [p.grad for p in parameters_of(optimizer)]
+        before = state["clipped"]
+        if before is not None and any(a is not b for a, b in zip(before, clipped, strict=False)):
+            raise RuntimeError(
+                "clip_grad_norm_() has already been called on other gradients of this optimizer "
+                "since the last update()."
+            )
+        factor = self._inverse_scale(optimizer) if ready else state["factor"]
+        factor = torch.ones_like(scale) if factor is None else factor
         found, squares = self._read(optimizer, factor, self._allow_fp16_grads, check)
         if ready:
-            state |= {"found_inf_per_device": found, "stage": OptState.UNSCALED}
+            state |= {"found_inf_per_device": found, "stage": OptState.UNSCALED, "clipped": clipped}
         parts = [part for part, _ in squares]
         norm = root_of(squares, factor) if norm_type == 2 else norm_of(parts, norm_type, factor)
         state["factor"] = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -253,7 +275,8 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = self._read(optimizer, self._inverse_scale(), True, check)[0]
+        factor = self._inverse_scale(optimizer)
+        state["found_inf_per_device"] = self._read(optimizer, factor, True, check)[0]
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     @untraced
@@ -278,25 +301,35 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if takes_scaler(optimizer):
-            return super().step(optimizer, *args, **kwargs)
+            out = super().step(optimizer, *args, **kwargs)
+            self._note(optimizer, state["found_inf_per_device"], scale)
+            return out
         if state["stage"] is OptState.READY:
             fp16 = self._allow_fp16_grads or getattr(optimizer, "_step_supports_amp_scaling", False)
-            factor = self._inverse_scale()
+            factor = self._inverse_scale(optimizer)
             found = self._read(optimizer, factor, fp16, check)[0]
             state |= {"found_inf_per_device": found, "factor": factor}
-        found = state["found_inf_per_device"]
+        out, found = None, state["found_inf_per_device"]
+        if found:
+            skip = Skip(state["factor"], _combined(found, scale))
+            try:
+                out = stepper_of(optimizer, self._inner).step(skip, args, kwargs)
+            finally:
+                if skip.factor is None:  # applied: one that raises may be tried again
+                    state |= {"factor": None, "stage": OptState.UNSCALED}
+        state["stage"] = OptState.STEPPED
+        self._note(optimizer, found, scale)
+        return out
+
+    def _note(self, optimizer: Optimizer, found: Mapping[Any, Tensor], like: Tensor) -> None:
+        """Remember for who asks whether the step was skipped, as one without gradients is."""
         if not found:
-            state["stage"] = OptState.STEPPED
             self._empty_steps += 1
             self._last_found[optimizer] = None
-            return None
-        flag = _combined(found, scale)
-        skip = Skip(state["factor"], flag)
-        out = stepper_of(optimizer, self._inner).step(skip, args, kwargs)
-        state["stage"] = OptState.STEPPED  # not before: a step that raises may be tried again
+            return
+        flag = _combined(found, like)
         self._last_found[optimizer] = flag
         self._skipped += flag > 0
-        return out
 
     def step_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's last step was skipped; this reads the device.
@@ -332,12 +365,14 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
+        stages = {key: state["stage"] for key, state in self._per_optimizer_states.items()}
         states = self._per_optimizer_states.values()
         found = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        stepped = any(state["stage"] is OptState.STEPPED for state in states)
+        stepped = frozenset(key for key, stage in stages.items() if stage is OptState.STEPPED)
         if new_scale is None and not found and not stepped:
             raise AssertionError("No inf checks were recorded prior to update.")
         self._keep_previous(scale)
+        self._stepped |= stepped
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         elif found:
@@ -375,6 +410,21 @@ class GradScaler(torch.amp.GradScaler):
             scale.fill_(new_scale)
         scale.clamp_(self._min_scale, self._max_scale)
 
+    def set_growth_factor(self, new_factor: float) -> None:
+        """As torch's; 1.0 keeps the scale from growing. Raises OptionError."""
+        _check_numbers(growth_factor=new_factor)
+        super().set_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """As torch's; 1.0 keeps the scale from going down. Raises OptionError."""
+        _check_numbers(backoff_factor=new_factor)
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """As torch's. Raises OptionError."""
+        _check_numbers(growth_interval=new_interval)
+        super().set_growth_interval(new_interval)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of this scaler or of torch's; on any error nothing is changed.
 
@@ -395,14 +445,23 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             state["_empty_steps"] = self.skipped_steps
             state["_skipped"] = state["_hysteresis_tracker"] = state["_previous_scale"] = None
-            state["_scaled"], state["_last_found"] = True, None
+            state["_scaled"], state["_stepped"] = True, frozenset()
+            state["_last_found"] = None
             state["_process_group"] = None  # of this process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._enabled:
-            self._last_found = weakref.WeakKeyDictionary()
+            self._last_found = WeakIdKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        if self._enabled:
+            twin._process_group = self._process_group  # a copy stays in this process
+        return twin
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
@@ -422,11 +481,11 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "growth_factor": (lambda v: 1 < v < math.inf, "a number above 1"),
-    "backoff_factor": (lambda v: 0 < v < 1, "a number between 0 and 1"),
-    "growth_interval": (lambda v: v >= 1 and v == int(v), "a whole number from 1"),
-    "hysteresis": (lambda v: v >= 1 and v == int(v), "a whole number from 1"),
-    "_growth_tracker": (lambda v: v >= 0 and v == int(v), "a whole number from 0"),
+    "growth_factor": (lambda v: 1 <= v < math.inf, "a finite number, at least 1"),
+    "backoff_factor": (lambda v: 0 < v <= 1, "a number above 0, at most 1"),
+    "growth_interval": (lambda v: v >= 1 and v % 1 == 0, "a whole number from 1"),
+    "hysteresis": (lambda v: v >= 1 and v % 1 == 0, "a whole number from 1"),
+    "_growth_tracker": (lambda v: v >= 0 and v % 1 == 0, "a whole number from 0"),
     "min_scale": (lambda v: 0 < v < math.inf, "a finite number above 0"),
     "max_scale": (lambda v: 0 < v < math.inf, "a finite number above 0"),
     "init_scale": (lambda v: 0 < v < math.inf, "a finite number above 0"),

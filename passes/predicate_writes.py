@@ -52,7 +52,8 @@ def predicate_writes(gm: fx.GraphModule, grads: Iterable[str]) -> Predicated:
 
     Raises:
         RewriteError: state on another device than the gradients, whose flag would have to be
-            waited for. What fake tensors raise on a node that they cannot run.
+            waited for; a tensor that is given other memory (`p.data = ...`), to which nothing
+            can be copied back. What fake tensors raise on a node that they cannot run.
     """
     mode = fake_mode_of(gm)
     values, storages = run_on_fakes(gm, mode)
@@ -92,6 +93,7 @@ def run_on_fakes(
 ) -> tuple[dict[fx.Node, Tensor], set[int]]:
     """Run the graph on fake tensors: its inputs, each once, and the storages it wrote to."""
     env: dict[fx.Node, Any] = {}
+    owned: dict[fx.Node, int] = {}
     first: dict[str, fx.Node] = {}  # an attribute may be read twice
     with mode, torch.no_grad(), no_guards(mode), Writes() as writes:
         for node in gm.graph.nodes:
@@ -102,8 +104,16 @@ def run_on_fakes(
                 env[node] = env[same] if same in env else attribute(gm, node, mode)
             elif node.op != "output":
                 env[node] = call(node, *arguments(node, env))
+                continue
+            if isinstance(env.get(node), Tensor):
+                owned[node] = storage_of(env[node])
     inputs = [n for n in env if n.op == "placeholder" or first.get(str(n.target)) is n]
     values = {node: env[node] for node in inputs if isinstance(env[node], Tensor)}
+    for node, value in values.items():
+        if storage_of(value) != owned[node]:
+            raise RewriteError(
+                f"the step gives {node.name} other memory", cure="write in place, as with copy_"
+            )
     return values, writes.storages
 
 
@@ -122,6 +132,7 @@ class Predicator:
         self.mode = mode
         self.env: dict[fx.Node, fx.Node] = {}
         self.old: dict[fx.Node, fx.Node] = {}
+        self.given: dict[fx.Node, fx.Node] = {}  # gradients that are written, as they come
         self.factor: dict[torch.device, fx.Node] = {}
         self.skip: dict[torch.device, fx.Node] = {}
 
@@ -170,17 +181,22 @@ class Predicator:
         factor = self.factor[value.device]
         wide = self._call(Tensor.float, (grad,), value.float()) if low else grad
         scaled = self._call(torch.mul, (wide, factor), value.float() if low else value)
+        if node in self.written:
+            self.given[node] = grad
         self.env[node] = self._call(Tensor.to, (scaled, value.dtype), value) if low else scaled
 
     def _keep(self, node: fx.Node) -> None:
-        if node in self.written:
+        if node in self.given:
+            self.old[node] = self.given[node]
+        elif node in self.written:
             self.old[node] = self._call(torch.clone, (self.env[node],), self.values[node])
 
     def _choose(self) -> None:
+        """A gradient that the step has written to (zeroed, say) is left as a step leaves it."""
         for node, old in self.old.items():
             new, value = self.env[node], self.values[node]
             chosen = self._call(torch.where, (self.skip[value.device], old, new), value)
-            self._call(Tensor.copy_, (new, chosen), value)
+            self._call(Tensor.copy_, (self.given.get(node, new), chosen), value)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], value: Tensor) -> fx.Node:
         """A new node at the end of the graph, whose result is like `value`."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -208,6 +208,31 @@ def fsdp1_clips_over_its_shards() -> None:
         scaler.step(optimizer)
         wanted.step()
         torch.testing.assert_close(held(optimizer), held(wanted))
+
+
+def fsdp1_counts_no_copy_twice() -> None:
+    """In the norm, where ranks have copies of parameters, all of them or between groups."""
+    alone = [dist.new_group([rank]) for rank in RANKS][dist.get_rank()]
+    everyone = dist.new_group(list(RANKS))
+    ways: list[tuple[ShardingStrategy, Any]] = [
+        (ShardingStrategy.NO_SHARD, None),
+        (ShardingStrategy.HYBRID_SHARD, (everyone, alone)),
+        (ShardingStrategy.HYBRID_SHARD, (alone, everyone)),
+    ]
+    for orig, (strategy, group) in product((False, True), ways):
+        model = FullyShardedDataParallel(
+            network(),
+            process_group=group,
+            sharding_strategy=strategy,
+            use_orig_params=orig,
+            device_id=torch.device("cpu"),
+        )
+        model(batch(0, dist.get_rank())).sum().backward()
+        scaler, optimizer = ours(init_scale=1.0), sgd(model.parameters())
+        scaler.scale(torch.ones(()))
+        for p in (2.0, math.inf):
+            norm = scaler.clip_grad_norm_(optimizer, math.inf, p)
+            torch.testing.assert_close(norm, model.clip_grad_norm_(math.inf, p))
 
 
 def fsdp2_is_like_one_process() -> None:
@@ -419,6 +444,7 @@ def a_rank_without_gradients_takes_part() -> None:
 CHECKS: tuple[Callable[[], None], ...] = (
     fsdp1_is_like_sharded_grad_scaler,
     fsdp1_clips_over_its_shards,
+    fsdp1_counts_no_copy_twice,
     fsdp2_is_like_one_process,
     a_skipped_step_changes_no_bit,
     scales_stay_together,

@@ -123,3 +123,14 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+class OfAUser(Optimizer):
+    """What optimizers of users have in common."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def with_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that have a gradient, each with it."""
+        return [(p, p.grad) for p in parameters_of(self) if p.grad is not None]

@@ -18,13 +18,14 @@ from torch._inductor.utils import run_and_get_code
 from torch._library.triton import get_triton_kernels_for_op
 
 from ampgraph.errors import AmpgraphError
+from ampgraph.fakecuda.binaries import Binary
 from ampgraph.internals.ops import make_fx
 from ampgraph.internals.tensors import FakeTensorMode
 from ampgraph.kernels import tables, unscale
 from ampgraph.kernels.cast import cast_rows_kernel
 from ampgraph.kernels.unscale_kernels import totals_kernel, unscale_kernel, unscale_rows_kernel
 from ampgraph.kernels.update_scale import update_scale_kernel
-from offline_gpu import TARGETS, Binary, compiled
+from offline_gpu import TARGETS, compiled
 from support import BF16, FP16, FP32
 
 ops = torch.ops.ampgraph

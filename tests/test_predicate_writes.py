@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from ampgraph.errors import RewriteError
 from ampgraph.internals.dynamo import source_name
@@ -160,3 +161,33 @@ def test_state_elsewhere_is_refused() -> None:
     graph.output(())
     with pytest.raises(RewriteError, match="counter on meta, where no gradient is"):
         predicate_writes(fx.GraphModule({}, graph), ["grad"])
+
+
+def test_other_memory_is_refused() -> None:
+    """What is copied back would go to memory that nobody holds any more."""
+    p = leaf(1.0)
+
+    @torch.no_grad()
+    def step() -> None:
+        assert p.grad is not None
+        p.data = p.data - p.grad
+
+    with pytest.raises(BackendCompilerFailed, match=r"the step gives .* other memory"):
+        predicated(step)
+
+
+def test_a_gradient_that_is_written_is_written_for_good() -> None:
+    """Where it may be; its old value is the scaled one."""
+    p = leaf(1.0)
+
+    def step() -> None:
+        assert p.grad is not None
+        p.data.sub_(p.grad)
+        p.grad.zero_()
+
+    done, inputs = predicated(step)
+    run(done, inputs, 0.25, found_inf=1.0)
+    assert p.grad is not None
+    assert (p[0].item(), p.grad[0].item()) == (1.0, 4.0)
+    run(done, inputs, 0.25, found_inf=0.0)
+    assert (p[0].item(), p.grad[0].item()) == (0.0, 0.0)

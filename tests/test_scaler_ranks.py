@@ -13,7 +13,7 @@ from ampgraph.gradients import parts_of
 from rank_runs import CHECKS, HOLDS, RANKS
 
 PROGRAM = Path(__file__).with_name("rank_runs.py")
-SECONDS = 240  # a hang fails; gloo itself gives up after 30
+SECONDS = 480  # a hang fails; gloo itself gives up after 30
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim import Optimizer
 
 from ampgraph.steps import CapturedStep, FusedStep
 from scaler_runs import (
     MakeOptimizer,
+    OfAUser,
     Reads,
     backward,
     gradients,
@@ -196,17 +197,6 @@ def test_gradients_stay_scaled_where_the_step_is_captured() -> None:
     torch.testing.assert_close([p.grad for p in params], [g * 8 for g in gradients(0)])
 
 
-class OfAUser(Optimizer):
-    """What the optimizers below have in common."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def with_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """The parameters that have a gradient, each with it."""
-        return [(p, p.grad) for p in parameters_of(self) if p.grad is not None]
-
-
 class HostCounter(OfAUser):
     """Counts its steps in Python, as many optimizers of users do."""
 
@@ -303,6 +293,11 @@ def test_an_optimizer_that_takes_the_scaler_gets_it() -> None:
     got = train(ours(growth_interval=2), make, stream)
     want = train(theirs(growth_interval=2), make, stream)
     assert (got.scales, got.stepped) == (want.scales, want.stepped)
+    params, scaler = parameters(), ours()
+    opt = make(params)
+    backward(scaler, params, gradients(0, INF))
+    scaler.step(opt)
+    assert (scaler.step_skipped(opt), scaler.skipped_steps) == (True, 1)
 
 
 def test_a_step_that_raises_may_be_tried_again() -> None:

@@ -17,9 +17,12 @@ FLOORS = (
     ("ampgraph", "ampgraph.demo"),
     (
         "ampgraph.backend",
+        "ampgraph.capture",
         "ampgraph.compiler",
         "ampgraph.copies",
         "ampgraph.explain",
+        "ampgraph.kernels_of",
+        "ampgraph.launches",
         "ampgraph.offline",
         "ampgraph.report",
         "ampgraph.scaler",
@@ -34,6 +37,7 @@ FLOORS = (
         "ampgraph.dispatch",
         "ampgraph.gradients",
         "ampgraph.graph",
+        "ampgraph.hoststate",
         "ampgraph.listener",
         "ampgraph.mend",
         "ampgraph.options",
@@ -45,7 +49,13 @@ FLOORS = (
         "ampgraph.verify",
     ),
     ("ampgraph.opnames", "ampgraph.oplists*", "ampgraph.policy", "ampgraph.policyfile"),
-    ("ampgraph.errors", "ampgraph.files", "ampgraph.internals*", "ampgraph.settings"),
+    (
+        "ampgraph.errors",
+        "ampgraph.fakecuda*",
+        "ampgraph.files",
+        "ampgraph.internals*",
+        "ampgraph.settings",
+    ),
 )
 
 

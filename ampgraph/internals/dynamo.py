@@ -21,6 +21,7 @@ __all__ = [
     "OptimizedModule",
     "TorchRuntimeError",
     "aot_backend",
+    "attributes_set_on",
     "backend_names",
     "buffers_of",
     "compilations",
@@ -48,6 +49,7 @@ __all__ = [
     "on_recompile_limit",
     "original_module",
     "real_input",
+    "reason_of",
     "source_name",
     "strict_dynamo",
     "supported",
@@ -224,6 +226,24 @@ def modules_being_called() -> list[torch.nn.Module]:
     own = [m for name, m in frame_modules().items() if name == "self"]
     missing = [m for m in own if all(m is not one for one in found)]
     return [*reversed(found), *missing] if frame is not None else []
+
+
+def attributes_set_on(held: object) -> list[str]:
+    """The attributes of an object that the code being compiled sets, as far as Dynamo tells.
+
+    On an optimizer torch 2.13 forgets them: after the graph has run, nothing was set.
+    """
+    tx = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+    effects = tx.output.side_effects if tx is not None else None
+    stored: dict[Any, Any] = getattr(effects, "store_attr_mutations", {})
+    found = [names for item, names in stored.items() if getattr(item, "value", None) is held]
+    return sorted(name for names in found for name in names)
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what an error of `dynamo_errors` tells, or of the one that it wraps."""
+    inner = getattr(error, "inner_exception", None) or error
+    return str(inner).strip().partition("\n")[0]
 
 
 def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:

@@ -2,11 +2,15 @@
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
+import gc
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ampgraph.internals.dynamo import untraced
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,6 +58,31 @@ def _placed(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
 def is_flattened(param: torch.Tensor) -> bool:
     """Whether FullyShardedDataParallel has made this parameter a part of a sharded flat one."""
     return getattr(param, "_fsdp_flattened", False)
+
+
+_sharded_over: Any = WeakIdKeyDictionary()
+
+
+@untraced
+def flat_shard_groups(param: torch.Tensor, default: Any) -> tuple[Any, ...]:
+    """The groups on whose ranks FullyShardedDataParallel has other parts of a flattened parameter.
+
+    None for NO_SHARD, the shards' and not the replicas' for HYBRID_SHARD. A parameter does not know
+    its handle (torch 2.13), so all handles there are are looked for, once for new parameters.
+    `default` is for one whose handle is not found.
+    """
+    if param not in _sharded_over:
+        _sharded_over[param] = (default,)
+        kind = getattr(
+            sys.modules.get("torch.distributed.fsdp._flat_param"), "FlatParamHandle", None
+        )
+        for handle in [found for found in gc.get_objects() if type(found) is kind]:
+            flat = handle.flat_param
+            groups = (handle.process_group,) if handle.uses_sharded_strategy else ()
+            for one in (flat, *(getattr(flat, "_params", None) or ())):
+                _sharded_over[one] = groups
+    found: tuple[Any, ...] = _sharded_over[param]
+    return found
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
