@@ -25,7 +25,9 @@ class ShadowCast(torch.autograd.Function):
         return low
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's takes anything
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None]:
         """The gradient in the parameter's dtype, rounded where a cast's would be."""
         return grad.to(ctx.dtype), None
 

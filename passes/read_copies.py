@@ -61,7 +61,7 @@ _NEW = frozenset(
         torch.conv1d,
         torch.conv2d,
         torch.conv3d,
-        torch._C._nn.linear,
+        nn.functional.linear,
         torch.ops.aten.linear.default,
         torch.ops.aten.matmul.default,
         torch.ops.aten.mm.default,
@@ -183,8 +183,8 @@ class CopyReader:
         new.meta |= {VALUE: value, PASS: "read_copies"}
         mark_static_input(new)
         self.last_input = new
-        sizes = [s for s in value.shape if isinstance(s, int)]
-        whole = value.numel() * dtype.itemsize if len(sizes) == value.ndim else 0
+        known = all(type(size) is int for size in value.shape)
+        whole = value.numel() * dtype.itemsize if known else 0
         given = param.op == "placeholder"
         place = self.inputs.index(param) if given else None
         attribute = "" if given else str(param.target)
