@@ -201,6 +201,7 @@ BF16 = torch.bfloat16
 PEERS = {
     "torch.compile + autocast": Peer(torch.compile, lambda: torch.autocast("cuda", BF16)),
     "ampgraph": Peer(with_ampgraph()),
+    "ampgraph, weight copies": Peer(with_ampgraph(weight_copies=True)),
     "a model of bf16 alone": Peer(torch.compile, parameters=BF16),
 }
 

@@ -55,13 +55,15 @@ def models() -> list[ModelRow]:
 
 
 def test_one_token_moves_each_weight_once_and_autocast_four_times(models: list[ModelRow]) -> None:
-    autocast, ours, low = models
+    autocast, ours, copied, low = models
     weights = 66.98  # millions of elements in matrices, the tied one once
     assert low.megabytes == pytest.approx(2 * weights, rel=0.01)
     assert low.casts == 0
     assert autocast.casts == pytest.approx(6 * weights, rel=0.01), "4 bytes read, 2 written"
     assert autocast.megabytes == pytest.approx(8 * weights, rel=0.01)
     assert ours.megabytes <= autocast.megabytes
+    assert copied.megabytes <= 1.02 * low.megabytes
+    assert copied.casts == 0, "weights are read from their copies"
 
 
 def test_the_kept_models_are_what_is_counted(models: list[ModelRow]) -> None:
