@@ -1,11 +1,14 @@
 """torch.compile over a whole training step, scaler and all."""
 
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.optim import optimizer as optim
 
 from ampgraph import GradScaler
 from scaler_runs import ours, theirs
@@ -15,6 +18,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 STEPS = 6
 OVERFLOW = 2  # this step's input is infinite
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_on_all_steps() -> Iterator[None]:
+    """Such hooks, which weight copies register for good, end graphs in other places."""
+    with (
+        patch.dict(optim._global_optimizer_pre_hooks, clear=True),
+        patch.dict(optim._global_optimizer_post_hooks, clear=True),
+    ):
+        yield
 
 
 def model() -> nn.Sequential:
