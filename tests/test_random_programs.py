@@ -49,9 +49,10 @@ CANNOT_MIX = [
 
 @dataclass
 class Seen:
-    """What a search has run."""
+    """What a search has run, and the text of the last program."""
 
     programs: int = 0
+    text: str = ""
     low: float = 0.0
     calls: int = 0
     rows: set[str] = field(default_factory=set[str])
@@ -65,7 +66,7 @@ class Seen:
         )
 
     def note(self, program: Program) -> None:
-        self.programs += 1
+        self.programs, self.text = self.programs + 1, program.text()
         self.low += program.low
         self.calls += len(program.rows)
         self.rows |= set(program.rows)
@@ -89,9 +90,14 @@ def search(check: Check, examples: int, seed: int = 0) -> Seen:
     )
     @hypothesis.given(st.randoms(use_true_random=False))
     def run_all(rng: Random) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, about odd arguments
-            check(rng, seen)
+        seen.text = ""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, about odd arguments
+                check(rng, seen)
+        except Exception as error:
+            error.add_note(seen.text)  # a seed alone does not bring a program back
+            raise
 
     run_all()
     return seen
