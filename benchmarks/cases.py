@@ -80,6 +80,15 @@ class Perceptron(nn.Module):
         return x if target is None else F.mse_loss(x, target)
 
 
+def in_dtype(program: Program, dtype: torch.dtype) -> Program:
+    """The module, changed in place, and its floating inputs in another dtype."""
+    model, inputs = program
+    return model.to(dtype), {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, and how many sequences, images or rows it takes at a time.

@@ -1,13 +1,13 @@
 """One comparison: every peer on one program, held to the same answer before anything is timed."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases import CASES, Program, Size
+from benchmarks.cases import CASES, Program, Size, in_dtype
 from benchmarks.measure import host_reads, median_seconds, peak_bytes, seconds_of_first, settle
 from benchmarks.peers import BASELINE, NEEDED, PEERS, Call, Peer, Setting
 
@@ -69,7 +69,8 @@ def compare(
     torch.manual_seed(seed)
     torch.compiler.reset()
     program = CASES[case].program(size, setting.task)
-    exact = answers_of(PEERS["eager fp32"], wide(program), setting)
+    wide = in_dtype(copy.deepcopy(program), torch.float64)
+    exact = prepared(PEERS["eager fp32"], wide, setting)[1]()
     chosen = [name for name in PEERS if name in {*peers, *NEEDED}]
     rows = {name: Row(name) for name in chosen}
     calls: dict[str, Call] = {}
@@ -93,21 +94,16 @@ def compare(
     )  # fmt: skip
 
 
-def wide(program: Program) -> Program:
-    """The program in float64."""
-    model, inputs = copy.deepcopy(program)
-    return model.double(), {
-        name: value.double() if value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
-
-
-def answers_of(peer: Peer, program: Program, setting: Setting) -> dict[str, Tensor]:
-    """What a peer's first call returns, and the gradients of its first step, as float64 vectors."""
+def prepared(
+    peer: Peer, program: Program, setting: Setting
+) -> tuple[Call, Callable[[], dict[str, Tensor]]]:
+    """The peer's call, and the same call with what it answers: its output and, in training, the
+    gradients that it leaves, as float64 vectors."""
     if setting.task == "infer":
-        return {"output": vector([peer.serve(program, setting)()])}
+        call = peer.serve(program, setting)
+        return call, lambda: {"output": vector([call()])}
     call, model = peer.train(program, setting)
-    return _answer_of_step(call(), model)
+    return call, lambda: _answer_of_step(call(), model)
 
 
 def _answer_of_step(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
@@ -120,15 +116,9 @@ def _first_of(
     peer: Peer, program: Program, setting: Setting, exact: dict[str, Tensor], row: Row
 ) -> Call:
     """The peer's call, run once: its time, and how far its answer is from `exact`."""
+    call, answer = prepared(peer, program, setting)
     kept: dict[str, Tensor] = {}
-    if setting.task == "infer":
-        call = peer.serve(program, setting)
-        row.first = seconds_of_first(lambda: kept.update(output=vector([call()])), setting.device)
-    else:
-        call, model = peer.train(program, setting)
-        row.first = seconds_of_first(
-            lambda: kept.update(_answer_of_step(call(), model)), setting.device
-        )
+    row.first = seconds_of_first(lambda: kept.update(answer()), setting.device)
     for name, value in kept.items():
         row.errors[name] = float((value - exact[name]).norm() / exact[name].norm())
     return call

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import ampgraph
-from benchmarks.cases import Program, Task
+from benchmarks.cases import Program, Task, in_dtype
+from benchmarks.training import clip
 
 Call = Callable[[], Tensor]
-NORM = 1.0
 RATE = 1e-5  # small: the weights of all peers stay near each other while they are timed
 
 
@@ -78,7 +78,7 @@ class Peer:
             optimizer.zero_grad()
             loss = run(**inputs)
             scaler.scale(loss).backward()
-            clip(scaler, optimizer, model)
+            clip(scaler, optimizer)
             scaler.step(optimizer)
             scaler.update()
             return loss.detach()
@@ -89,22 +89,8 @@ class Peer:
         model, inputs = program
         model = copy.deepcopy(model).to(setting.device)
         inputs = {name: value.to(setting.device) for name, value in inputs.items()}
-        if self.own_weights:
-            model = model.to(setting.dtype)
-            inputs = {
-                name: value.to(setting.dtype) if value.is_floating_point() else value
-                for name, value in inputs.items()
-            }
-        return model, inputs
-
-
-def clip(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Clip the norm of the true gradients, each scaler in its own way."""
-    if isinstance(scaler, ampgraph.GradScaler):
-        scaler.clip_grad_norm_(optimizer, NORM)
-        return
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        placed = model, inputs
+        return in_dtype(placed, setting.dtype) if self.own_weights else placed
 
 
 def eager(model: nn.Module, setting: Setting) -> Callable[..., Tensor]:

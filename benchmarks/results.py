@@ -2,11 +2,8 @@
 
 import dataclasses
 import json
-import platform
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +14,9 @@ from rich.table import Table
 
 from ampgraph.files import write_whole
 from benchmarks.compare import Comparison, Row
+from benchmarks.machine import machine
 
 FOLDER = Path(__file__).parent / "results"
-PACKAGES = ("ampgraph", "torch", "triton", "transformers")
-
-
-def machine() -> dict[str, Any]:
-    """The device, and every version that a figure depends on."""
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    return {
-        "date": date.today().isoformat(),
-        "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu and gpu.name,
-        "gpu_memory": gpu and gpu.total_memory,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def save(name: str, content: dict[str, Any], folder: Path = FOLDER) -> Path:

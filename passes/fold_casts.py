@@ -10,36 +10,24 @@ user's narrowing cast stays, for it is not marked as inserted.
     f = x.float(); v = f.view(s); c = _to_copy(v, bf16)   ->   c = x.view(s)        (x is bf16)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ampgraph.graph import (
     CAST,
     PASS,
     VALUE,
     WRITES,
-    arguments,
-    call,
     captured,
     fresh,
-    no_guards,
-    op_name,
-    references,
 )
 from ampgraph.internals.tensors import FakeTensorMode, is_functorch_wrapped
+from ampgraph.passes.views import layout, name_of_call, only_operand, replay, uses, way_to
 from ampgraph.verdict import widens
 
 WIDENINGS = frozenset("to float double type _to_copy".split())
-
-# Their gradients move elements and add none up, as that of `expand` does: it would round more
-# often on a narrow tensor.
-VIEWS = frozenset(
-    "view reshape flatten unflatten unsqueeze squeeze transpose swapaxes permute movedim t "
-    "contiguous getitem select narrow".split()
-)
 
 
 @dataclass(frozen=True)
@@ -70,47 +58,17 @@ def fold_casts(gm: fx.GraphModule, mode: FakeTensorMode, grad: bool) -> int:
 
 def _detour(cast: fx.Node) -> Detour | None:
     """The way from a narrow tensor to the cast back to its dtype."""
-    views: list[fx.Node] = []
-    node = cast.args[0]
-    while isinstance(node, fx.Node) and is_view(node):
-        views.insert(0, node)
-        node = node.args[0]
-    narrow = _operand(node) if isinstance(node, fx.Node) and _name(node) in WIDENINGS else None
-    if narrow is None or not isinstance(node, fx.Node):
+    node, views = way_to(cast.args[0])
+    if not isinstance(node, fx.Node) or name_of_call(node) not in WIDENINGS:
+        return None
+    narrow = only_operand(node)
+    if narrow is None:
         return None
     before, wide, after = captured(narrow), captured(node), captured(cast)
     plain = before.layout == torch.strided and not is_functorch_wrapped(before)
     exact = widens(before.dtype, wide.dtype) and before.device == wide.device
     returns = before.dtype == after.dtype
     return Detour(narrow, node, tuple(views), cast) if plain and exact and returns else None
-
-
-def _name(node: fx.Node) -> str:
-    name = str(node.target) if node.op == "call_method" else op_name(node.target)
-    return name.rpartition(".")[2] if node.op.startswith("call") else ""
-
-
-def _operand(node: fx.Node) -> fx.Node | None:
-    """The first argument, where it is the only tensor and the result is a tensor as well."""
-    first = node.args[0] if node.args else None
-    tensors = [r for r in references(node) if isinstance(captured(r), Tensor)]
-    whole = isinstance(captured(node), Tensor)
-    return first if whole and isinstance(first, fx.Node) and tensors == [first] else None
-
-
-def is_view(node: fx.Node) -> bool:
-    """A view or a copy of some elements, each once, with their bits as they are."""
-    base = _operand(node) if _name(node) in VIEWS else None
-    if base is None or captured(base).dtype != captured(node).dtype:
-        return False
-    index = node.args[1] if _name(node) == "getitem" else ()
-    parts = index if isinstance(index, tuple) else (index,)
-    return not any(isinstance(part, (list, bool)) for part in parts)  # these gather elements
-
-
-def uses(node: fx.Node) -> int:
-    """How often a node is an operand."""
-    return sum(references(user).count(node) for user in node.users)
 
 
 def _same_gradient(found: Detour) -> bool:
@@ -142,23 +100,3 @@ def _fold(gm: fx.GraphModule, found: Detour, mode: FakeTensorMode) -> int:
         if not node.users:
             gm.graph.erase_node(node)
     return 1
-
-
-def replay(views: Sequence[fx.Node], narrow: Tensor, mode: FakeTensorMode) -> list[Tensor]:
-    """The narrow tensor and its views; none where a view only works on the wide tensor's copy."""
-    values: list[Tensor] = [narrow]
-    env = {r: captured(r) for view in views for r in references(view)}
-    for view in views:
-        args, kwargs = arguments(view, env)
-        try:
-            with mode, torch.no_grad(), no_guards(mode):
-                values.append(call(view, (values[-1], *args[1:]), kwargs))
-        except RuntimeError:
-            return []
-    return values
-
-
-def layout(tensor: Tensor) -> tuple[str, ...]:
-    """Strides where they matter, as text: comparing symbolic ones would leave guards."""
-    pairs = zip(map(str, tensor.size()), map(str, tensor.stride()), strict=True)
-    return tuple("" if size == "1" else stride for size, stride in pairs)

@@ -41,10 +41,10 @@ from ampgraph.internals.ops import HigherOrderOperator
 from ampgraph.internals.ranks import is_flattened
 from ampgraph.internals.tensors import FakeTensorMode, functorch_level, storage_of
 from ampgraph.passes.effects import Effects
-from ampgraph.passes.fold_casts import is_view, layout, replay, uses
 from ampgraph.passes.insert_casts import SHORT, SITE
-from ampgraph.passes.predicate_writes import run_on_fakes
 from ampgraph.passes.spellings import is_plain
+from ampgraph.passes.views import layout, replay, uses, way_to
+from ampgraph.passes.writes import run_on_fakes
 from ampgraph.shadow import shadow_cast
 from ampgraph.state import LOW_DTYPES
 from ampgraph.verify import graphs
@@ -277,11 +277,7 @@ class CopyReader:
 
 def _way(cast: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     """The graph's input that is cast, if it is one, and the views on the way from it."""
-    views: list[fx.Node] = []
-    node = cast.args[0]
-    while isinstance(node, fx.Node) and is_view(node):
-        views.insert(0, node)
-        node = node.args[0]
+    node, views = way_to(cast.args[0])
     held = isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")
     if not held or not isinstance(node, fx.Node) or not isinstance(captured(node), Tensor):
         return None, []

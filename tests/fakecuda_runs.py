@@ -14,28 +14,9 @@ from ampgraph.fakecuda.record import Recording
 from ampgraph.fakecuda.runtime import install
 from ampgraph.kernels.unscale import check
 from benchmarks.bytes import StepRow, step_rows
+from benchmarks.compile_time import Block
 
 BF16 = torch.bfloat16
-
-
-class Block(nn.Module):
-    """A small pre-norm transformer block."""
-
-    def __init__(self, width: int = 256, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        shape = (batch, length, self.heads, width // self.heads)
-        q, k, v = (t.view(shape).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        hidden: Tensor = x + self.down(F.gelu(self.up(self.second(x))))
-        return hidden
 
 
 @dataclass(frozen=True)
@@ -76,7 +57,7 @@ def found(name: str) -> Found:
 def block(gpu: GPU) -> Recording:
     """A block under autocast, forward and backward."""
     with fake_cuda(gpu) as recording:
-        model = to_fake_cuda(Block())
+        model = to_fake_cuda(Block(width=256, heads=4))
         x = torch.randn(8, 128, 256, device="cuda", requires_grad=True)
         with torch.autocast("cuda", BF16):
             y = torch.compile(model, fullgraph=True)(x)

@@ -3,7 +3,7 @@
 The numbers are the makers' and what `torch.cuda.get_device_properties` says on such a machine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ampgraph.errors import OptionError, did_you_mean
 
@@ -44,52 +44,42 @@ class GPU:
         return self.major, self.minor
 
 
-GPUS = {
-    "a100": GPU(
-        name="NVIDIA A100-SXM4-80GB",
-        major=8,
-        minor=0,
-        multi_processor_count=108,
-        total_memory=80 * 2**30,
-        bandwidth=2.039e12,
-        L2_cache_size=40 * 2**20,
-        shared_memory_per_block_optin=163 * 2**10,
-        shared_memory_per_multiprocessor=164 * 2**10,
-    ),
-    "h100": GPU(
-        name="NVIDIA H100 80GB HBM3",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=80 * 2**30,
-        bandwidth=3.35e12,
-        L2_cache_size=50 * 2**20,
-        shared_memory_per_block_optin=227 * 2**10,
-        shared_memory_per_multiprocessor=228 * 2**10,
-    ),
-    "h200": GPU(
-        name="NVIDIA H200",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=141 * 10**9,
-        bandwidth=4.8e12,
-        L2_cache_size=50 * 2**20,
-        shared_memory_per_block_optin=227 * 2**10,
-        shared_memory_per_multiprocessor=228 * 2**10,
-    ),
-    "b200": GPU(
-        name="NVIDIA B200",
-        major=10,
-        minor=0,
-        multi_processor_count=148,
-        total_memory=180 * 10**9,
-        bandwidth=7.7e12,
-        L2_cache_size=126 * 2**20,
-        shared_memory_per_block_optin=227 * 2**10,
-        shared_memory_per_multiprocessor=228 * 2**10,
-    ),
-}
+A100 = GPU(
+    name="NVIDIA A100-SXM4-80GB",
+    major=8,
+    minor=0,
+    multi_processor_count=108,
+    total_memory=80 * 2**30,
+    bandwidth=2.039e12,
+    L2_cache_size=40 * 2**20,
+    shared_memory_per_block_optin=163 * 2**10,
+    shared_memory_per_multiprocessor=164 * 2**10,
+)
+H100 = GPU(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 * 2**30,
+    bandwidth=3.35e12,
+    L2_cache_size=50 * 2**20,
+    shared_memory_per_block_optin=227 * 2**10,
+    shared_memory_per_multiprocessor=228 * 2**10,
+)
+# The same chip with other memory.
+H200 = replace(H100, name="NVIDIA H200", total_memory=141 * 10**9, bandwidth=4.8e12)
+# Blackwell; its blocks have as much shared memory.
+B200 = replace(
+    H100,
+    name="NVIDIA B200",
+    major=10,
+    multi_processor_count=148,
+    total_memory=180 * 10**9,
+    bandwidth=7.7e12,
+    L2_cache_size=126 * 2**20,
+)
+
+GPUS = {"a100": A100, "h100": H100, "h200": H200, "b200": B200}
 
 
 def gpu_named(name: str) -> GPU:

@@ -13,6 +13,7 @@ from ampgraph.fakecuda.attention import attention_chosen
 from ampgraph.fakecuda.gpus import GPU
 from ampgraph.fakecuda.pretend import gpu_pretended
 from ampgraph.fakecuda.record import Recording, inductor_recorded
+from ampgraph.fakecuda.ship import fake_tensor
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -47,13 +48,12 @@ def to_fake_cuda(module: Module) -> Module:
     """
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        memo[id(tensor)] = fake_like(tensor)
+        memo[id(tensor)] = _fake_like(tensor)
     return copy.deepcopy(module, memo)
 
 
-def fake_like(tensor: Tensor) -> Tensor:
-    """A fake CUDA tensor of the same shape, strides and dtype; a parameter for a parameter."""
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake
+def _fake_like(tensor: Tensor) -> Tensor:
+    """Of the same shape, strides and dtype; a parameter for a parameter."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    grad = is_parameter and tensor.requires_grad
+    return fake_tensor(tensor.shape, tensor.stride(), tensor.dtype, grad, is_parameter)

@@ -3,6 +3,7 @@
 import io
 import pickle
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def shipped(program: object) -> bytes:
     class Shapes(pickler):  # type: ignore[misc, valid-type]
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, Tensor):
-                return _fake, _recipe(value)
+                return fake_tensor, _recipe(value)
             if isinstance(value, torch.device):
                 return torch.device, ("cuda",)
             if knows_main:
@@ -68,12 +69,15 @@ def _recipe(tensor: Tensor) -> tuple[Any, ...]:
         raise FakeCudaError(f"a {type(tensor).__name__} is more than its shape tells")
     if tensor.layout != torch.strided:
         raise FakeCudaError(f"a tensor has the layout {tensor.layout}, not torch.strided")
-    kind = nn.Parameter if isinstance(tensor, nn.Parameter) else None
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, kind
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, is_parameter
 
 
-def _fake(shape: Any, stride: Any, dtype: torch.dtype, grad: bool, kind: Any) -> Tensor:
+def fake_tensor(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, grad: bool, is_parameter: bool
+) -> Tensor:
+    """A tensor on the fake GPU, or a parameter."""
     with torch.no_grad():
         fake = torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-    made: Tensor = fake if kind is None else kind(fake, requires_grad=False)
+    made = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
     return made.requires_grad_(grad)
